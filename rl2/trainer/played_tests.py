@@ -73,14 +73,16 @@ def read_test_prompts(
     envs, warnings = read_envs(config.rollout, rows, problems)
     problems += find_unknown_stop_ids(config, template)
     sets: dict[str, Examples] = {}
-    for key, of_key in rows.items():
+    max_length = config.data.max_length
+    for key, set_rows in rows.items():
         name = source_name(key)
-        max_length = config.data.max_length
         try:
-            sets[name] = Examples(of_key, template, PROMPT_ROWS, max_length=max_length, source=name)
+            sets[name] = Examples(
+                set_rows, template, PROMPT_ROWS, max_length=max_length, source=name
+            )
         except ValueError as error:
-            problems.append(Problem(key, of_key.path, str(error)))
-        print_once(warn_of_text_prompts(of_key, template))
+            problems.append(Problem(key, set_rows.path, str(error)))
+        print_once(warn_of_text_prompts(set_rows, template))
     print_once([f"warning: {warning}" for warning in warnings])
     return TestPrompts(config, envs, sets, template)
 

@@ -69,10 +69,10 @@ def _find_hint_problems(
     if any(env.has_object or env.spec.agent for env in envs):
         reason = "the environment's make_env, run or play makes the prompts, which get no hint"
         yield wrong_value("teacher.hint", hint, reason)
-    for key, of_key in rows.items():
-        if key in config.data.train_paths and len(of_key):
+    for key, source_rows in rows.items():
+        if key in config.data.train_paths and len(source_rows):
             try:
-                fill_in(hint, of_key[0])
+                fill_in(hint, source_rows[0])
             except ValueError as error:
                 yield Problem("teacher.hint", hint, str(error))
 

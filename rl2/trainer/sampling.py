@@ -40,32 +40,45 @@ def read_envs(
     envs: dict[str, Env] = {}
     warnings: list[str] = []
     for key, path in rollout.env_paths.items():
-        name = source_name(key)
-        own_rows = {k: of_key for k, of_key in rows.items() if name in ("", source_name(k))}
+        source = source_name(key)
+        rows_of_source = {
+            rows_key: part
+            for rows_key, part in rows.items()
+            if source in ("", source_name(rows_key))
+        }
         try:
-            envs[name] = make_env(functions, *limits) if functions else load_env(path, *limits)
-            found = preflight(envs[name], own_rows, rollout.max_turns, is_partial)
-            warnings += [f"{key}: {warning}" if name else warning for warning in found]
+            env = make_env(functions, *limits) if functions else load_env(path, *limits)
+            envs[source] = env
+            found = preflight(env, rows_of_source, rollout.max_turns, is_partial)
+            warnings += [f"{key}: {warning}" if source else warning for warning in found]
         except ValueError as error:
-            problems.append(Problem(key, path, f"{key}: {error}" if name else str(error)))
-    agents = [name for name, env in envs.items() if env.spec.run is not None]
+            problems.append(Problem(key, path, f"{key}: {error}" if source else str(error)))
+    problems += _find_agent_problems(rollout, envs)
+    has_run = any(env.spec.run is not None for env in envs.values())
+    if rollout.endpoint_host != LOCAL_HOST and envs and not has_run:
+        warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
+    return envs, warnings
+
+
+def _find_agent_problems(rollout: PlayConfig, envs: dict[str, Env]) -> list[Problem]:
+    """Problems of run() and play(): an endpoint without a key, and agents in some sources only."""
+    problems = []
     host = rollout.endpoint_host
-    if is_exposed(host) and any("api_key" not in envs[name].asked for name in agents):
+    runs = [env for env in envs.values() if env.spec.run is not None]
+    if is_exposed(host) and any("api_key" not in env.asked for env in runs):
         text = (
             f"rollout.endpoint_host={host}: others reach this address, so the model answers only "
             "with the key of the trajectory; run() must ask for it: add the argument api_key"
         )
         problems.append(Problem("rollout.endpoint_host", host, text))
-    if host != LOCAL_HOST and envs and not agents:
-        warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
-    played = [name for name, env in envs.items() if env.spec.agent]
-    if 0 < len(played) < len(envs):
+    with_agent = [source for source, env in envs.items() if env.spec.agent]
+    if 0 < len(with_agent) < len(envs):
         text = (
-            f"rollout.env_path: the envs of {', '.join(played)} have run() or play(), and the "
+            f"rollout.env_path: the envs of {', '.join(with_agent)} have run() or play(), and the "
             "others have neither: take sources of one kind, or write one of the two for all"
         )
         problems.append(Problem("rollout.env_path", rollout.env_path, text))
-    return envs, warnings
+    return problems
 
 
 def find_unknown_stop_ids(config: Any, template: ChatTemplate) -> list[Problem]:
