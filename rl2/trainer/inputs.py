@@ -112,33 +112,11 @@ def make_examples(
     ValueError lists the `problems` and those found here.
     """
     data = config.data
-    sources: dict[str, Examples] = {}
-    tests: dict[str, Examples] = {}
-    for key, rows_of_key in rows.items():
-        name = source_name(key)
-        is_trained = key in data.train_paths
-        # Sources with as many rows must not have the same order: their rows may be in pairs.
-        is_one_of_several = is_trained and isinstance(data.path, dict)
-        seed = (data.seed, len(sources)) if is_one_of_several else data.seed
-        try:
-            examples = Examples(
-                rows_of_key,
-                template,
-                kind,
-                max_length=data.max_length,
-                truncate=isinstance(data, SFTDataConfig) and data.truncate,
-                shuffle=data.shuffle and is_trained,
-                seed=seed,
-                batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
-                source=name,
-            )
-            (sources if is_trained else tests)[name] = examples
-        except ValueError as error:
-            problems.append(Problem(key, rows_of_key.path, str(error)))
+    sources, tests = _tokenise(data, rows, kind, template, problems)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
-    for rows_of_key in rows.values():
-        print_once(warn_of_text_prompts(rows_of_key, template))
+    for path_rows in rows.values():
+        print_once(warn_of_text_prompts(path_rows, template))
     print_once(_warn_of_trained_tests(data))
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
@@ -151,6 +129,46 @@ def make_examples(
     if train is not None:
         print_once(train.describe_dropped("training "))
     return train, tests
+
+
+def _tokenise(
+    data: DataConfig,
+    rows: dict[str, Rows],
+    kind: RowKind,
+    template: ChatTemplate,
+    problems: list[Problem],
+) -> tuple[dict[str, Examples], dict[str, Examples]]:
+    """(training examples by source, test examples by the name of the set).
+
+    Rows that cannot be tokenised are added to the problems.
+    """
+    sources: dict[str, Examples] = {}
+    tests: dict[str, Examples] = {}
+    for key, path_rows in rows.items():
+        name = source_name(key)
+        is_trained = key in data.train_paths
+        # Two sources with equally many rows must not be shuffled alike: their rows may be in pairs.
+        is_one_of_several = is_trained and isinstance(data.path, dict)
+        try:
+            examples = Examples(
+                path_rows,
+                template,
+                kind,
+                max_length=data.max_length,
+                truncate=isinstance(data, SFTDataConfig) and data.truncate,
+                shuffle=data.shuffle and is_trained,
+                seed=(data.seed, len(sources)) if is_one_of_several else data.seed,
+                batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
+                source=name,
+            )
+        except ValueError as error:
+            problems.append(Problem(key, path_rows.path, str(error)))
+            continue
+        if is_trained:
+            sources[name] = examples
+        else:
+            tests[name] = examples
+    return sources, tests
 
 
 def warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
