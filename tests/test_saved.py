@@ -267,8 +267,8 @@ def test_another_vocabulary_or_temperature_is_refused(runs):
         with pytest.raises(ValueError, match="another tokenizer .* or .*temperature"):
             rollouts.collect(1)
     rollouts = SavedRollouts(str(runs / "sampled"), model, checksum(make_tokenizer(), 1.0))
-    assert len(rollouts.collect(1)) == 16 and not rollouts.has_other_policy
-    assert rollouts.collect(2) and rollouts.has_other_policy  # an update came before it
-    assert rollouts.collect(4) and rollouts.has_other_policy  # step 1 again
+    assert len(rollouts.collect(1)) == 16 and not rollouts.clips_to_sampler
+    assert rollouts.collect(2) and rollouts.clips_to_sampler  # an update came before it
+    assert rollouts.collect(4) and rollouts.clips_to_sampler  # step 1 again
     other = SavedRollouts(str(runs / "sampled"), "another", checksum(make_tokenizer(), 1.0))
-    assert other.collect(1) and other.has_other_policy
+    assert other.collect(1) and other.clips_to_sampler

@@ -109,7 +109,7 @@ class StepGroups:
 
 @dataclass
 class Collector:
-    """Plays prompts on all processes. All processes make the same calls.
+    """The `RolloutSource` that plays prompts with the engines of all processes.
 
     `cursor` has the position in the training data; it is None in an evaluation.
 
@@ -142,7 +142,7 @@ class Collector:
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
 
-    has_other_policy = False  # the actor itself samples, up to the lag of partial rollouts
+    clips_to_sampler = False  # the actor itself samples, up to the lag of partial rollouts
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., of all processes on every process.

@@ -10,8 +10,8 @@ The samplers do one after the other, and answer in the same order. So timing cha
 repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
 steps are requested; a checkpoint waits for them and holds them.
 
-`Samplers` is what the trainers see: it takes the place of the collector, the engine and the
-evaluator. `serve` is the loop of the samplers, which have the real ones.
+`Samplers` is what the trainers see: a RolloutSource that is their engine and evaluator too. `serve`
+is the loop of the samplers, which have the real ones.
 """
 
 import pickle
@@ -104,18 +104,17 @@ class Samplers:
         link: Link,
         num_steps: int,
         max_staleness: int,
-        has_other_policy: bool,
+        clips_to_sampler: bool,
         write_records: WriteRecords,
         request_stop: Callable[[], None],
     ):
         """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
-        `has_other_policy`: the log-probabilities of the engines are the old ones of the loss.
-        `request_stop` ends the run after its step.
+        `clips_to_sampler` is that of `RolloutSource`. `request_stop` ends the run after its step.
         """
         self.link = link
         self.num_steps = num_steps
         self.max_staleness = max_staleness
-        self.has_other_policy = has_other_policy
+        self.clips_to_sampler = clips_to_sampler
         self.write_records = write_records
         self.request_stop = request_stop
         self.version: int | None = None  # of the weights that were sent last
@@ -127,7 +126,7 @@ class Samplers:
         self.num_awaited = 0  # rollouts that are requested and have not come
         self.clock = BusyClock()  # a lap is from one rollout that is taken to the next
 
-    # In the place of a collector.
+    # As a RolloutSource.
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled.

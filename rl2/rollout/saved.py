@@ -62,7 +62,7 @@ def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
 
 
 class SavedRollouts:
-    """Takes the place of a Collector, with the rollouts of a run that had trainer.save_tokens.
+    """The `RolloutSource` that reads the rollouts of a run with trainer.save_tokens.
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. `is_own`: this run itself sampled them, with the weights that its actor has in each
@@ -96,7 +96,7 @@ class SavedRollouts:
                 "step on"
             )
         self.has_same_model = _read_model_name(Path(path, "config.yaml")) == model_name
-        self.has_other_policy = True  # than the actor's weights sampled the last step
+        self.clips_to_sampler = True
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., on every process."""
@@ -129,9 +129,9 @@ class SavedRollouts:
                 tokens, mask, logps, rewards, trajectory.group, number, counts, ids, chosen
             )
             trajectory.samples.append(sample)
-        # The start model sampled the first step.
-        is_other = not self.is_own and (step > 1 or not self.has_same_model)
-        self.has_other_policy = is_other or self.was_ahead
+        # The start model sampled the first step of any run, and is the actor of ours then.
+        is_start_model = step == 1 and self.has_same_model
+        self.clips_to_sampler = self.was_ahead or not (self.is_own or is_start_model)
         return list(trajectories.values())
 
     @property

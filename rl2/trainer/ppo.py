@@ -69,7 +69,7 @@ def train_step(run: PPORun, step: int) -> bool:
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
-    metrics |= summarise_sources(trajectories, run.actor.version) | run.collector.summarise()
+    metrics |= summarise_sources(trajectories, run.actor.version) | run.rollouts.summarise()
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
 
@@ -143,12 +143,12 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
     logs_entropy = actor.log_entropy and not needs_entropy(actor)
-    has_other_policy = run.collector.has_other_policy  # another run sampled the rollout
-    needs_pass = needs_old_logps(run.config) and not has_other_policy
+    clips_to_sampler = run.rollouts.clips_to_sampler
+    needs_pass = needs_old_logps(run.config) and not clips_to_sampler
     scores = TokenScores()
     if needs_pass or logs_entropy:
         scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
-    if has_other_policy:
+    if clips_to_sampler:
         batch.old_logps = batch.engine_logps
     elif needs_pass:
         batch.old_logps = scores.logps

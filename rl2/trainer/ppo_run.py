@@ -22,7 +22,7 @@ from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings
+from rl2.engine.base import Engine, EngineSettings, NamedTensors
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.load import Functions
@@ -46,6 +46,7 @@ from rl2.rollout.hint import Hint
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
+from rl2.rollout.source import RolloutSource
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
@@ -177,26 +178,20 @@ class PPORun:
         self.engine: Engine | None = None  # of this process
         self.samplers: Samplers | None = None  # the processes that have engines instead
         self.evaluator: Evaluator | Samplers | None = None
-        self.collector: Collector | SavedRollouts | Samplers
+        self.rollouts: RolloutSource
+        plays_tests = bool(setup.tests) and replay is None
         if saved is not None:
-            self.collector = saved
+            self.rollouts = saved
         elif setup.link is not None:
-            self.collector = self.samplers = Samplers(
-                setup.link,
-                num_steps,
-                max_staleness=config.rollout.max_staleness or 1,
-                has_other_policy=clips_to_sampler(config),
-                write_records=self.folder.write_records,
-                request_stop=self._request_stop,
-            )
-            if setup.tests and replay is None:
-                self.evaluator = self.samplers
+            self.rollouts = self.samplers = self._make_samplers(setup.link, num_steps)
+            self.evaluator = self.samplers if plays_tests else None
         else:
-            self.collector = make_collector(setup, setup.prompts, num_steps)
-            self.engine = self.collector.player.engine
-            if setup.tests and replay is None:
-                self.evaluator = make_evaluator(setup, self.collector)
-        parts: Parts = {"data": self.collector}
+            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps)
+            self.engine = collector.player.engine
+            self.evaluator = make_evaluator(setup, collector) if plays_tests else None
+        # What gets the actor's weights; None with saved rollouts.
+        self.receiver: Engine | Samplers | None = self.engine or self.samplers
+        parts: Parts = {"data": self.rollouts}
         if config.kl.update_freq:
             parts["reference"] = self.moving_reference()
         self.recorder = Recorder(
@@ -211,51 +206,63 @@ class PPORun:
             replay=replay,
         )
 
+    def _make_samplers(self, link: Link, num_steps: int) -> Samplers:
+        return Samplers(
+            link,
+            num_steps,
+            max_staleness=self.config.rollout.max_staleness or 1,
+            clips_to_sampler=clips_to_sampler(self.config),
+            write_records=self.folder.write_records,
+            request_stop=self._request_stop,
+        )
+
     def _plan_steps(
         self, prompts: Examples | Mixture, replay: Replay | None
     ) -> tuple[SavedRollouts | None, int]:
         """(saved rollouts, None where they are sampled; the number of steps)."""
-        model_name = self.config.actor.model_name
-        needs_experts = self.config.actor.routing_replay
-        if path := self.config.trainer.rollouts_from:  # of another run
-            saved = SavedRollouts(path, model_name, self.meaning, needs_experts=needs_experts)
+        if path := self.config.trainer.rollouts_from:
+            saved = self._read_rollouts(path, is_own=False)
             num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
             self.folder.end_if_done(num_steps)
             return saved, num_steps
         num_steps = count_steps(prompts, self.folder)
-        if replay is not None and replay.rollouts is not None:
-            path = str(replay.rollouts)
-            was_ahead = clips_to_sampler(self.config)
-            saved = SavedRollouts(
-                path,
-                model_name,
-                self.meaning,
-                is_own=True,
-                was_ahead=was_ahead,
-                needs_experts=needs_experts,
-            )
-            return saved, num_steps
-        return None, num_steps
+        if replay is None or replay.rollouts is None:
+            return None, num_steps
+        saved = self._read_rollouts(str(replay.rollouts), is_own=True)
+        return saved, num_steps
+
+    def _read_rollouts(self, path: str, is_own: bool) -> SavedRollouts:
+        """The saved rollouts of the run in the folder `path`; `is_own`: of this run itself."""
+        actor = self.config.actor
+        return SavedRollouts(
+            path,
+            actor.model_name,
+            self.meaning,
+            is_own=is_own,
+            was_ahead=is_own and clips_to_sampler(self.config),
+            needs_experts=actor.routing_replay,
+        )
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         if self.samplers:
             self.samplers.begin()
-        if engine := self.engine or self.samplers:
+        if self.receiver:
             # At the start both have read the same files, so their weights must agree to the bit.
             actor = self.config.actor
             if self.sends_adapters:  # which only the actor has drawn or read
-                self._send_adapters(engine)
-                self._send_weights(engine.verify_weights)
+                self._send_adapters(self.receiver)
+                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
             elif self.recorder.start_step > 0 or actor.adapter or actor.quantize_base:
-                self._send_weights(engine.load_weights)  # the actor's are others
+                # The actor has other weights than the files.
+                self.receiver.load_weights(self._iter_weights(), self.actor.version)
             else:
-                self._send_weights(engine.verify_weights)
+                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
         self.recorder.begin()
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step. The engine sleeps afterwards."""
-        trajectories = self.collector.collect(step)
+        trajectories = self.rollouts.collect(step)
         if self.engine:
             assert self.engine.version == self.actor.version, "the engine has other weights"
             self.engine.sleep()
@@ -303,21 +310,23 @@ class PPORun:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
         if self.engine:
             self.engine.wake()
-        if engine := self.engine or self.samplers:
+        if self.receiver:
             if self.sends_adapters:
-                self._send_adapters(engine)
+                self._send_adapters(self.receiver)
             else:
-                self._send_weights(engine.load_weights)
+                self.receiver.load_weights(self._iter_weights(), self.actor.version)
             if self.config.rollout.check_weights:
-                self._send_weights(engine.verify_weights)
+                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
 
-    def _send_weights(self, receive: Callable[..., None]) -> None:
-        actor = self.actor
-        iterate = actor.iter_unmerged_weights if self.sends_adapters else actor.iter_full_weights
-        receive(iterate(actor.dtype), actor.version)
+    def _send_adapters(self, receiver: Engine | Samplers) -> None:
+        adapters = self.actor.iter_adapters(self.actor.dtype)
+        receiver.load_weights(adapters, self.actor.version)
 
-    def _send_adapters(self, engine: Engine | Samplers) -> None:
-        engine.load_weights(self.actor.iter_adapters(self.actor.dtype), self.actor.version)
+    def _iter_weights(self) -> NamedTensors:
+        """All weights of the actor, whole; adapters are merged in unless they are sent apart."""
+        if self.sends_adapters:
+            return self.actor.iter_unmerged_weights(self.actor.dtype)
+        return self.actor.iter_full_weights(self.actor.dtype)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
