@@ -44,18 +44,10 @@ class AgentPlayer(Player):
         env = self.env_of(trajectory)
         session = AgentSession(self, trajectory, params, seed)
         address = None
-        inputs: dict[str, Any]
         if self.endpoint and env.spec.run:
             address = self.endpoint.open(session.complete, params)
-            inputs = {"base_url": address.base_url, "model": MODEL, "api_key": address.api_key}
-        else:
-            inputs = {"generate": make_generate(session, self.engine.loop)}
-        agent = asyncio.ensure_future(env.run_agent(trajectory.row, key, inputs))
-        session.failure.add_done_callback(lambda _: agent.cancel())
         try:
-            if self.may_pause and not await self.ended_or_paused(agent):
-                agent.cancel()  # the trajectory is not needed any more
-            [result] = await asyncio.gather(agent, return_exceptions=True)
+            result = await self._run_agent(env, session, address, key)
         finally:
             await session.end_requests()
             if self.endpoint and address:
@@ -66,23 +58,48 @@ class AgentPlayer(Player):
             return None
         if failure:
             raise failure
-        if agent.cancelled():
+        if isinstance(result, asyncio.CancelledError):
             return None
+        is_cut = False
         if isinstance(result, dict):
             add_parts(trajectory.rewards, result)
-        elif not isinstance(result, EnvError):
-            raise result
-        elif not (session.is_cut and env.judges):
-            hide = address.hide if address else str  # errors of clients have the URL
-            reason = hide(str(result))
-            if isinstance(result, LateError):
-                reason += f"; until then the model has answered it {session.num_answers} times"
-            raise EnvError(reason, hide(result.kind)) from None
+        elif isinstance(result, EnvError) and session.is_cut and env.judges:
+            is_cut = True  # a limit of rl2 has ended the agent, and reward_fn judges its messages
+        else:
+            raise _without_secrets(result, session, address) from None
         if not last_turn:
             raise EnvError(_describe_silence(env, address))
         _check_trained(env, trajectory)
-        is_cut = session.is_cut and not isinstance(result, dict)
         return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
+
+    async def _run_agent(
+        self, env: Env, session: AgentSession, address: Address | None, key: Hashable
+    ) -> dict[str, float] | BaseException:
+        """Runs the agent until it ends. Returns its rewards, or what it has raised."""
+        inputs: dict[str, Any]
+        if address:
+            inputs = {"base_url": address.base_url, "model": MODEL, "api_key": address.api_key}
+        else:
+            inputs = {"generate": make_generate(session, self.engine.loop)}
+        agent = asyncio.ensure_future(env.run_agent(session.trajectory.row, key, inputs))
+        session.failure.add_done_callback(lambda _: agent.cancel())
+        if self.may_pause and not await self.ended_or_paused(agent):
+            agent.cancel()  # the trajectory is not needed any more
+        [result] = await asyncio.gather(agent, return_exceptions=True)
+        return result
+
+
+def _without_secrets(
+    error: BaseException, session: AgentSession, address: Address | None
+) -> BaseException:
+    """The error of an agent, as logs may show it: errors of clients have the URL."""
+    if not isinstance(error, EnvError):
+        return error
+    hide = address.hide if address else str
+    reason = hide(str(error))
+    if isinstance(error, LateError):
+        reason += f"; until then the model has answered it {session.num_answers} times"
+    return EnvError(reason, hide(error.kind))
 
 
 def _describe_silence(env: Env, address: Address | None) -> str:
