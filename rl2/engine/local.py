@@ -47,7 +47,7 @@ from rl2.engine.linear import (
     rows_are_independent,
     unpack_linear_layers,
 )
-from rl2.engine.sampler import sample, uniform_noise
+from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.states import (
     Prefill,
     PromptStates,
@@ -73,21 +73,10 @@ class StepInput(NamedTuple):
     token: int  # to feed
     position: int  # of this token
     noise: float  # draws the token after it
-    temperature: float
-    top_p: float
-    top_k: int
-    with_candidates: bool
+    params: SamplingParams
 
 
-FREE_SLOT = StepInput(
-    token=0,
-    position=0,
-    noise=0.0,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    with_candidates=False,
-)
+FREE_SLOT = StepInput(token=0, position=0, noise=0.0, params=SamplingParams())
 
 
 @dataclass(eq=False)
@@ -120,10 +109,7 @@ class _Request:
             token=self.tokens[-1] if self.tokens else self.prompt.tokens[-1],
             position=len(self.prompt.tokens) + num_new - 1,
             noise=self.noise[num_new],
-            temperature=self.params.temperature,
-            top_p=self.params.top_p,
-            top_k=self.params.top_k,
-            with_candidates=self.params.with_candidates,
+            params=self.params,
         )
 
     def append(self, token: int, logp: float, candidates: Tensor | None) -> str | None:
@@ -461,15 +447,7 @@ class LocalEngine(Engine):
         inputs = [request.next_input() if request else FREE_SLOT for request in requests]
         logits = self._decode([x.token for x in inputs], [x.position for x in inputs])
         experts = None if self.routing is None else self.routing.last_choices()  # [n, R, K]
-        device = self.device
-        draws = sample(
-            logits,
-            noise=torch.tensor([x.noise for x in inputs], dtype=torch.float64, device=device),
-            temperature=torch.tensor([x.temperature for x in inputs], device=device),
-            top_p=torch.tensor([x.top_p for x in inputs], device=device),
-            top_k=torch.tensor([x.top_k for x in inputs], device=device),
-            with_candidates=torch.tensor([x.with_candidates for x in inputs], device=device),
-        )
+        draws = sample_rows(logits, [x.noise for x in inputs], [x.params for x in inputs])
         sampled = zip(requests, draws.tokens.tolist(), draws.logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):
             if request is None:

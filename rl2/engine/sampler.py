@@ -3,6 +3,7 @@
 Shapes: n rows, V vocabulary, B = BLOCK_SIZE_TOKENS.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl2.engine.sampling_params import SamplingParams
 from rl2.model.exact_head import BLOCK_SIZE_TOKENS, BlockSoftmax
 
 
@@ -25,6 +27,19 @@ class Draws(NamedTuple):
     tokens: Tensor  # [n]
     logps: Tensor  # [n] float32
     candidates: dict[int, Tensor]  # by row: the ids int32 that top_p and top_k left, ascending
+
+
+def sample_rows(logits: Tensor, noise: Sequence[float], params: Sequence[SamplingParams]) -> Draws:
+    """logits [n, V], noise and parameters of each row -> a token of each row, see `sample`."""
+    device = logits.device
+    return sample(
+        logits,
+        noise=torch.tensor(noise, dtype=torch.float64, device=device),
+        temperature=torch.tensor([float(p.temperature) for p in params], device=device),
+        top_p=torch.tensor([float(p.top_p) for p in params], device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        with_candidates=torch.tensor([p.with_candidates for p in params], device=device),
+    )
 
 
 def sample(

@@ -37,7 +37,7 @@ from rl2.engine.base import (
     pair_weights,
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
-from rl2.engine.sampler import Draws, sample, uniform_noise
+from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.engine.vllm_adapters import Adapters, lora_arguments
@@ -140,7 +140,11 @@ class _Sampler:
             return logits
         rows = torch.tensor([row for row, _, _ in drawn], device=logits.device)
         try:
-            draws = _draw(logits[rows], [(request, index) for _, request, index in drawn])
+            draws = sample_rows(
+                logits[rows],
+                noise=[request.noise[index] for _, request, index in drawn],
+                params=[request.params for _, request, _ in drawn],
+            )
         except RuntimeError as error:  # the model has diverged, or there is no memory
             self.errors.append(error)
             return logits
@@ -631,21 +635,6 @@ def _sampler_class(requests: dict[int, _Request], errors: list[Exception]) -> ty
 
     attributes = {"requests": requests, "errors": errors}
     return type("Sampler", (_Sampler, LogitsProcessor), attributes)
-
-
-def _draw(logits: Tensor, drawn: list[tuple[_Request, int]]) -> Draws:
-    """A token of each row of logits [n, V]: of this request, with this index in its answer."""
-    device = logits.device
-    params = [request.params for request, _ in drawn]
-    noise = [request.noise[index] for request, index in drawn]
-    return sample(
-        logits,
-        noise=torch.tensor(noise, dtype=torch.float64, device=device),
-        temperature=torch.tensor([float(p.temperature) for p in params], device=device),
-        top_p=torch.tensor([float(p.top_p) for p in params], device=device),
-        top_k=torch.tensor([p.top_k for p in params], device=device),
-        with_candidates=torch.tensor([p.with_candidates for p in params], device=device),
-    )
 
 
 def _register_loader() -> None:

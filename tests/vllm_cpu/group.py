@@ -35,14 +35,14 @@ def make_engine(name, tp_size=2, **options):
 def record_draws():
     """A list that gets the logits and tokens of every step of this rank."""
     draws = []
-    draw = vllm._draw
+    draw = vllm.sample_rows
 
-    def recorded_draw(logits, requests):
-        drawn = draw(logits, requests)
+    def recorded_draw(logits, noise, params):
+        drawn = draw(logits, noise, params)
         draws.append((zlib.crc32(logits.numpy()), drawn.tokens.tolist()))
         return drawn
 
-    vllm._draw = recorded_draw
+    vllm.sample_rows = recorded_draw
     return draws
 
 
@@ -214,11 +214,11 @@ def check_other_draws(name):
     engine = make_engine(name)
     if engine.index is None:
 
-        def fail(*args):
+        def fail(*args, **kwargs):
             print(f"failed at {time.time()}", flush=True)
             raise RuntimeError("no memory on this rank")
 
-        vllm._draw = fail
+        vllm.sample_rows = fail
     play(engine, [[5, 6]] * 4, max_new_tokens=400)
     raise AssertionError("nothing was noticed")
 
