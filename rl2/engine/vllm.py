@@ -157,6 +157,35 @@ class _Sampler:
         return logits
 
 
+class _ArrivingWeights:
+    """The trainer's tensors for vLLM: iterates over those that are no adapters, as files have them.
+
+    It ends at an error, which is then in `error`: raised inside of vLLM's load, it would leave
+    weights without memory, for good.
+    """
+
+    def __init__(self, model: Any, files: CheckpointFormat, named_tensors: NamedTensors):
+        self.model = model
+        self.files = files
+        self.named_tensors = named_tensors
+        self.adapters: dict[str, Tensor] = {}  # those that have come, by the trainer's names
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self.files.convert(self._without_adapters())
+        except Exception as error:
+            self.error = error
+
+    def _without_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, _, tensor in pair_weights(self.model, self.named_tensors):
+            if lora.is_adapter(name):
+                # A copy: tensors may be parts of a bucket, which would stay in memory.
+                self.adapters[name] = tensor.detach().to("cpu", copy=True)
+            else:
+                yield lora.base_name(name), tensor.detach()
+
+
 class VLLMEngine(Engine):
     """`tp_size` ranks of one node share an engine.
 
@@ -429,9 +458,8 @@ class VLLMEngine(Engine):
     def _load(self, named_tensors: NamedTensors, version: int) -> dict[str, Tensor]:
         """As `load_weights`. Returns the adapters among the tensors."""
         self.version = None
-        adapters: dict[str, Tensor] = {}
-        errors: list[Exception] = []
-        weights = self._until_error(named_tensors, adapters, errors)
+        arriving = _ArrivingWeights(self.model, self.files, named_tensors)
+        weights = iter(arriving)
         first = next(weights, None)  # None: there are adapters alone
         if first is not None:
             weights = chain([first], weights)
@@ -439,42 +467,17 @@ class VLLMEngine(Engine):
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             except (KeyError, AssertionError) as error:
                 raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
-        if errors:
-            raise errors[0]
+        if arriving.error is not None:
+            raise arriving.error
         if self.adapters is not None:
-            self.adapters.load(adapters)
+            self.adapters.load(arriving.adapters)
         if self.asleep and self.device.type != "cpu":
             torch.cuda.empty_cache()
             self.engine.wake_up(["kv_cache"])
         self.forget_prefixes()
         self.asleep = False
         self.version = version
-        return adapters
-
-    def _until_error(
-        self,
-        named_tensors: NamedTensors,
-        adapters: dict[str, Tensor],
-        errors: list[Exception],
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as files have them, up to an error, which goes to `errors`.
-
-        Raised inside of vLLM's load, it would leave weights without memory, for good. Adapters go
-        to `adapters`, by the trainer's names.
-        """
-
-        def without_adapters() -> Iterator[tuple[str, Tensor]]:
-            for name, _, tensor in pair_weights(self.model, named_tensors):
-                if lora.is_adapter(name):
-                    # A copy: tensors may be parts of a bucket, which would stay in memory.
-                    adapters[name] = tensor.detach().to("cpu", copy=True)
-                else:
-                    yield lora.base_name(name), tensor.detach()
-
-        try:
-            yield from self.files.convert(without_adapters())
-        except Exception as error:
-            errors.append(error)
+        return arriving.adapters
 
     def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares vLLM's weights with these, see Engine.verify_weights.
@@ -577,33 +580,32 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_kind(settings: EngineSettings, model_config: Any) -> None:
     """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
-    kind = model_config.hf_text_config.model_type
     has_state = model_config.is_hybrid or model_config.has_inner_state
-    for is_kind, what in (
-        (
-            kind == "gpt_oss",
-            "has experts and sinks that vLLM 0.32 leaves out when it is sent weights",
-        ),
-        (
-            kind == "nemotron_h",
-            "has a least time step (time_step_min), which vLLM 0.32 does not compute",
-        ),
-        (
-            has_state and kind not in TRIED_RECURRENT,
-            f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)",
-        ),
-        (model_config.is_quantized, "is quantized, which was not tried"),
-    ):
-        if is_kind:
-            raise ValueError(
-                f"rollout.engine=vllm: {settings.model_name} {what}: set sglang or local"
-            )
+    obstacle = _find_obstacle(model_config, has_state)
+    if obstacle is not None:
+        raise ValueError(
+            f"rollout.engine=vllm: {settings.model_name} {obstacle}: set sglang or local"
+        )
     is_dense = not (model_config.is_moe or has_state or model_config.is_multimodal_model)
     if settings.adapters is not None and not is_dense:
         raise ValueError(
             f"rollout.lora=adapter: {settings.model_name} is not a dense model of text, which was "
             "not tried with vLLM's adapters; set rollout.lora=merged"
         )
+
+
+def _find_obstacle(model_config: Any, has_state: bool) -> str | None:
+    """What keeps vLLM from running a model, in words that follow its name; None if nothing does."""
+    kind = model_config.hf_text_config.model_type
+    if kind == "gpt_oss":
+        return "has experts and sinks that vLLM 0.32 leaves out when it is sent weights"
+    if kind == "nemotron_h":
+        return "has a least time step (time_step_min), which vLLM 0.32 does not compute"
+    if has_state and kind not in TRIED_RECURRENT:
+        return f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)"
+    if model_config.is_quantized:
+        return "is quantized, which was not tried"
+    return None
 
 
 def _is_rounded(before: Tensor | None, after: Tensor | None) -> bool:
