@@ -205,16 +205,16 @@ def check_request(
 def pair_weights(
     model: nn.Module, named_tensors: NamedTensors
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, the model's weight, the tensor for it) of each tensor.
+    """Yields (name, the model's weight, the tensor for it) of each tensor.
 
     A buffer that is saved with the model is a weight too. Adapters may come alone, see
     `Engine.load_weights`. ValueError for a name that is unknown or missing, and for a wrong shape.
     """
     weights = model.state_dict(keep_vars=True)
     missing = {id(weight): name for name, weight in weights.items()}  # tied weights once
-    kinds = set()  # whether the tensors are adapters
+    arrived = []
     for name, tensor in named_tensors:
-        kinds.add(is_adapter(name))
+        arrived.append(name)
         if name not in weights:
             raise ValueError(f"weight {name} is unknown to {type(model).__name__}")
         weight = weights[name]
@@ -223,6 +223,7 @@ def pair_weights(
             raise ValueError(f"weight {name} is {shapes}")
         missing.pop(id(weight), None)
         yield name, weight, tensor
-    names = [name for name in missing.values() if is_adapter(name) or kinds != {True}]
-    if names:
-        raise ValueError(f"{len(names)} weights did not arrive: {sorted(names)[:5]}")
+    adapters_came_alone = bool(arrived) and all(map(is_adapter, arrived))
+    lacking = [name for name in missing.values() if is_adapter(name) or not adapters_came_alone]
+    if lacking:
+        raise ValueError(f"{len(lacking)} weights did not arrive: {sorted(lacking)[:5]}")
