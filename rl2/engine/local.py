@@ -49,7 +49,7 @@ from rl2.engine.linear import (
 )
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.states import (
-    Prefill,
+    PrefillStates,
     PromptStates,
     SlotStates,
     bound_time_steps,
@@ -398,20 +398,9 @@ class LocalEngine(Engine):
         """
         num_shared = self._num_shared(prompts)
         lengths = [len(prompt.tokens) - 1 - num_shared for prompt in prompts]
-        tokens = [*prompts[0].tokens[:num_shared]]
-        positions = [*range(num_shared)]
-        for prompt, length in zip(prompts, lengths, strict=True):
-            tokens += prompt.tokens[num_shared:-1]
-            positions += range(num_shared, num_shared + length)
-        if self.exact:
-            num_rows = max(MIN_ROWS, len(tokens))
-            if len(prompts) > 1:  # such numbers were tried, see rows_are_independent
-                num_rows = -(-num_rows // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
-            missing = num_rows - len(tokens)
-            tokens += [0] * missing
-            positions += [0] * missing
+        tokens, positions = self._lay_out(prompts, num_shared)
         attention = PrefillAttention(lengths, self.device, self.exact, num_shared)
-        states = self.recurrent.run = Prefill(lengths)
+        states = self.recurrent.run = PrefillStates(lengths)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
@@ -420,20 +409,42 @@ class LocalEngine(Engine):
         experts = None
         if self.routing is not None:
             experts = self.routing.last_choices()
-            experts = experts if tokens else experts[:0]
+            if not tokens:  # these are of an earlier forward
+                experts = experts[:0]
         ends = accumulate(lengths, initial=num_shared)
-        for prompt, (start, end) in zip(prompts, pairwise(ends), strict=True):
+        for prompt, (start, end), prompt_states in zip(
+            prompts, pairwise(ends), states.states, strict=True
+        ):
             prompt.kv = attention.prompt(start, end)
+            prompt.states = prompt_states
             if experts is not None:
                 prompt.experts = torch.cat([experts[:num_shared], experts[start:end]])
-        for prompt, prompt_states in zip(prompts, states.prompts, strict=True):
-            prompt.states = prompt_states.states
+
+    def _lay_out(self, prompts: list[_Prompt], num_shared: int) -> tuple[list[int], list[int]]:
+        """(tokens, positions) of a prefill: the shared ones, then the rest of each prompt.
+
+        In an exact engine padding follows, up to a number of rows whose bits are known to be right.
+        """
+        tokens = list(prompts[0].tokens[:num_shared])
+        positions = list(range(num_shared))
+        for prompt in prompts:
+            rest = prompt.tokens[num_shared:-1]
+            tokens += rest
+            positions += range(num_shared, num_shared + len(rest))
+        if self.exact:
+            num_rows = max(MIN_ROWS, len(tokens))
+            if len(prompts) > 1:  # such numbers were tried, see rows_are_independent
+                num_rows = _round_up(num_rows, STEP_ROWS_MULTIPLE)
+            padding = [0] * (num_rows - len(tokens))
+            tokens += padding
+            positions += padding
+        return tokens, positions
 
     def _num_shared(self, prompts: list[_Prompt]) -> int:
         """How many tokens that all prompts begin with are computed once.
 
-        At least one token of each prompt is prefilled behind them. None are shared with recurrent
-        layers, whose states are not continued.
+        At least one more token of each prompt is prefilled. None are shared with recurrent layers:
+        no prompt continues the state of another one.
         """
         if len(prompts) == 1 or self.recurrent:
             return 0
@@ -483,7 +494,7 @@ class LocalEngine(Engine):
         if self.has_constant_shapes:
             return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
-        num_rows = -(-len(busy) // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+        num_rows = _round_up(len(busy), STEP_ROWS_MULTIPLE)
         if self.exact:
             num_rows = max(num_rows, MIN_ROWS)
         num_rows = min(num_rows, self.max_running_requests)
@@ -495,3 +506,8 @@ class LocalEngine(Engine):
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows
+
+
+def _round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below the number."""
+    return -(-number // multiple) * multiple

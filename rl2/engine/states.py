@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join
+from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join_outputs
 
 StateKey = tuple[str, int, int]  # conv or recurrent, the layer, the number of the state in it
 PromptStates = dict[StateKey, Tensor]  # [1, ...] each; empty after no token
@@ -53,8 +53,11 @@ def _bound_dt(
     return torch.cat([rest, dt.clamp((low - bias).to(dt), (high - bias).to(dt))], -1)
 
 
-class PrefillStates:
-    """The states of one prompt, from nothing. A layer sees the whole prompt in one call."""
+class PromptRecorder:
+    """A cache that starts empty and keeps the states that one prompt leaves behind.
+
+    A layer sees the whole prompt in one call.
+    """
 
     def __init__(self) -> None:
         self.states: PromptStates = {}
@@ -88,22 +91,29 @@ class PrefillStates:
         return recurrent_states
 
 
-class Prefill:
-    """Runs a layer on several prompts, each alone, so that its bits do not depend on the others."""
+class PrefillStates:
+    """Runs a layer on several prompts, each alone, so that its bits do not depend on the others.
+
+    `lengths` are those of the prompts; `states`, in the same order, what they leave behind.
+    """
 
     def __init__(self, lengths: Iterable[int]):
         self.lengths = list(lengths)
-        self.prompts = [PrefillStates() for _ in self.lengths]
+        self.recorders = [PromptRecorder() for _ in self.lengths]
+
+    @property
+    def states(self) -> list[PromptStates]:
+        return [recorder.states for recorder in self.recorders]
 
     def __call__(self, compute: Compute, inputs: Inputs) -> Any:
         """inputs [1, L, ...] of all prompts -> outputs [1, L, ...]."""
         parts = {name: tokens.split(self.lengths, 1) for name, tokens in inputs.items()}
         outputs = []
-        for i, (length, states) in enumerate(zip(self.lengths, self.prompts, strict=True)):
+        for i, (length, recorder) in enumerate(zip(self.lengths, self.recorders, strict=True)):
             if length:
                 prompt = {name: tokens[i] for name, tokens in parts.items()}
-                outputs.append(compute(prompt, states))
-        return join(outputs, lambda tensors: torch.cat(tensors, 1))
+                outputs.append(compute(prompt, recorder))
+        return join_outputs(outputs, lambda tensors: torch.cat(tensors, 1))
 
 
 class SlotStates:

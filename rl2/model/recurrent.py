@@ -104,34 +104,29 @@ class PackedRows:
     """Runs a layer on each document of a pack by itself, from an empty state.
 
     The document of an answer begins with its prompt: a shared prompt runs again for each answer.
-    A document ends with padding, which no token before it sees.
+    Documents of similar length are the rows of one call. The shorter ones are padded at the end
+    with copies of their last token, which no token before sees.
     """
 
     def __init__(self, layout: Layout):
-        shared = {prompt for _, _, prompt in layout.prefixes}
-        rows = []
-        for segment, (document, _, _) in enumerate(documents(layout)):
-            if segment not in shared:  # which the documents of its answers contain
-                rows.append(document)
-        rows.sort(key=len, reverse=True)
+        # [n, W] of each call: the place in the pack of each token.
+        self.calls: list[Tensor] = []
+        # [L]: the place of each token of the pack in the outputs of all calls, one after the other.
+        # A token of a shared prompt is in several documents, and has its place in the last of them.
         [starts] = layout.starts
-        places = torch.zeros(starts[-1], dtype=torch.int64)
-        self.calls: list[Tensor] = []  # [n, W], the place in the pack of each token
-        end = 0
-        while rows:
-            width = len(rows[0])
-            call = [row for row in rows if len(row) * MAX_LENGTH_RATIO >= width]
-            del rows[: len(call)]
-            last = torch.tensor([len(row) - 1 for row in call])
-            columns = torch.arange(width).minimum(last[:, None])
-            indices = [row[c] for row, c in zip(call, columns, strict=True)]
-            self.calls.append(copy_to_device(torch.stack(indices), layout.device))
-            for row in call:
-                places[row] = torch.arange(end, end + len(row))
-                end += width
-        # [L], where each token of the pack is in the flat outputs of all calls; for a token of a
-        # shared prompt, in one of its documents.
-        self.places = copy_to_device(places, layout.device)
+        output_places = torch.zeros(starts[-1], dtype=torch.int64)
+        num_outputs = 0
+        waiting = _longest_first(layout)
+        while waiting:
+            width = len(waiting[0])
+            together = [places for places in waiting if len(places) * MAX_LENGTH_RATIO >= width]
+            del waiting[: len(together)]
+            call = torch.stack([_pad_with_last(places, width) for places in together])
+            self.calls.append(copy_to_device(call, layout.device))
+            for places in together:
+                output_places[places] = torch.arange(num_outputs, num_outputs + len(places))
+                num_outputs += width
+        self.output_places = copy_to_device(output_places, layout.device)
 
     def __call__(self, compute: Compute, inputs: Inputs) -> Any:
         """inputs [1, L, ...] -> outputs [1, L, ...]."""
@@ -139,14 +134,33 @@ class PackedRows:
         for call in self.calls:
             rows = {name: tokens[0, call] for name, tokens in inputs.items()}
             outputs.append(compute(rows, None))
-        return join(outputs, self._gather)
+        return join_outputs(outputs, self._gather)
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([part.flatten(0, 1) for part in parts])[None, self.places]
+        """Outputs [n, W, ...] of each call -> outputs [1, L, ...]."""
+        return torch.cat([part.flatten(0, 1) for part in parts])[None, self.output_places]
 
 
-def join(outputs: list[Any], join: Callable[[Any], Tensor]) -> Any:
-    """What `join` makes of the outputs of several calls: a tensor, or one for each of a tuple."""
+def _longest_first(layout: Layout) -> list[Tensor]:
+    """The places in the pack of each document's tokens, but for prompts that answers share.
+
+    The documents of these answers contain the prompt.
+    """
+    shared_prompts = {prompt for _, _, prompt in layout.prefixes}
+    answers = []
+    for segment, (places, _, _) in enumerate(documents(layout)):
+        if segment not in shared_prompts:
+            answers.append(places)
+    return sorted(answers, key=len, reverse=True)
+
+
+def _pad_with_last(places: Tensor, width: int) -> Tensor:
+    """[n] -> [width], the last one repeated."""
+    return places[torch.arange(width).clamp(max=len(places) - 1)]
+
+
+def join_outputs(outputs: list[Any], join: Callable[[Any], Tensor]) -> Any:
+    """Joins what several calls of a layer returned: tensors, or tuples of tensors one by one."""
     if isinstance(outputs[0], tuple):
         return tuple(join(parts) for parts in zip(*outputs, strict=True))
     return join(outputs)
