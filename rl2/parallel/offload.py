@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# Most bytes of host tensors that visit the device at a time: half of them are computed on and half
-# are on their way.
+# Most bytes of host tensors that have copies on the device at a time: half of them are computed on
+# while the other half is copied.
 VISITING_BYTES = 2**31
 ALIGNMENT = 64  # bytes; the tensors of a block begin at multiples of it
 
@@ -143,32 +143,34 @@ def visit_device(
     on_device: Sequence[list[Tensor]],
     on_host: Sequence[list[Tensor]],
 ) -> None:
-    """Calls `function(*on_device, *on_host)` on one piece after the other, all on the device.
+    """Calls `function(*on_device, *on_host)` piece by piece, with all pieces on the device.
 
     Each argument is a list of contiguous tensors; tensors at the same place of the lists have the
-    same number of elements. What `function` writes to pieces of `on_host` is copied back. While it
-    works on one piece and copies it back, the next one comes to the device.
+    same number of elements. `function` gets one piece of each argument, as a list of one tensor.
+    What it writes to pieces of `on_host` is copied back. Meanwhile the next piece is copied to the
+    device.
     """
     limit = VISITING_BYTES // (2 * len(on_host) * on_host[0][0].itemsize)
     device = on_device[0][0].device
     module = torch.get_device_module(device)
-    computing, coming = module.current_stream(), module.Stream()
+    compute_stream, copy_stream = module.current_stream(), module.Stream()
 
-    def bring(pieces: tuple[Tensor, ...]) -> list[Tensor]:
-        visitors = [torch.empty_like(piece, device=device) for piece in pieces]
-        coming.wait_stream(computing)  # which may still read what was in this memory
-        with module.stream(coming):
-            _copy(visitors, pieces)
-        return visitors
+    def fetch(pieces: tuple[Tensor, ...]) -> list[Tensor]:
+        copies = [torch.empty_like(piece, device=device) for piece in pieces]
+        copy_stream.wait_stream(compute_stream)  # which may still read what was in this memory
+        with module.stream(copy_stream):
+            _copy(copies, pieces)
+        return copies
 
-    homes = _pieces(on_host, limit)
-    upcoming = bring(homes[0])
-    for number, pieces in enumerate(_pieces(on_device, limit)):
-        computing.wait_stream(coming)
-        visitors = upcoming
-        upcoming = bring(homes[number + 1]) if number + 1 < len(homes) else []
-        function(*[[piece] for piece in (*pieces, *visitors)])
-        _copy(homes[number], visitors)
+    device_pieces, host_pieces = _pieces(on_device, limit), _pieces(on_host, limit)
+    next_copies = fetch(host_pieces[0])
+    for number, pieces in enumerate(device_pieces):
+        compute_stream.wait_stream(copy_stream)
+        copies = next_copies
+        is_last = number + 1 == len(host_pieces)
+        next_copies = [] if is_last else fetch(host_pieces[number + 1])
+        function(*[[piece] for piece in (*pieces, *copies)])
+        _copy(host_pieces[number], copies)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -177,7 +179,10 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _pieces(columns: Sequence[list[Tensor]], limit: int) -> list[tuple[Tensor, ...]]:
-    """Tensors at the same place of the columns, flat and cut alike to at most `limit` elements."""
+    """Pieces of at most `limit` elements, flat: each has one tensor of every column.
+
+    The tensors at the same place of the columns are cut alike.
+    """
     cut = [chain(*[_cut(tensor.view(-1), limit) for tensor in column]) for column in columns]
     return list(zip(*cut, strict=True))
 
