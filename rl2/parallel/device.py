@@ -1,5 +1,4 @@
-"""Which kind of device the code chooses for: kernels, dtypes, chunk sizes, offloading. And copies
-to it.
+"""The kind of device, by which kernels, dtypes and chunk sizes are chosen, and copies to a device.
 
 It is the kind of the device itself, except for the device of a memory plan: that one has no memory
 and gets the choices of a GPU.

@@ -36,9 +36,9 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 # (pytorch issue 190489).
 EXIT_PAUSE_SECONDS = 0.1
 GPU_FILE = "/dev/nvidia0"  # where the driver has found one
-# How torch's CPU libraries use memory. They read this at the first large tensor and product. Large
-# pages cost fewer faults, of which each layer has thousands. What was made for a shape of a product
-# takes about 0.6 MB; a step needs few shapes, and the packs of the next one have other lengths.
+# How torch's CPU libraries use memory. They read these at the first large tensor and product. With
+# huge pages a layer has fewer page faults, of thousands. oneDNN caches what it prepares for each
+# shape of a product, about 0.6 MB; a step needs few shapes, and the next step's packs have others.
 CPU_MEMORY = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
@@ -75,8 +75,8 @@ def init_distributed() -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        for variable in CPU_MEMORY.items():
-            os.environ.setdefault(*variable)
+        for name, value in CPU_MEMORY.items():
+            os.environ.setdefault(name, value)
     _run_gloo_in_one_thread()
     store: Any = dist.HashStore()
     rank, world_size = 0, 1

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")  # of Linux
-BYTES_OF_ONE = 1000  # about what it says of a processor; it says as much of each of hundreds
+FIRST_ENTRY_BYTES = 1000  # about one processor; the file has an entry for each, perhaps hundreds
 
 
 def is_intel() -> bool:
@@ -12,7 +12,7 @@ def is_intel() -> bool:
     if not CPUINFO.exists():
         return False
     with CPUINFO.open() as file:
-        return "GenuineIntel" in file.read(BYTES_OF_ONE)
+        return "GenuineIntel" in file.read(FIRST_ENTRY_BYTES)
 
 
 def ask_for_equal_rows() -> None:
