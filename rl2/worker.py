@@ -89,10 +89,10 @@ def make_lora_settings(config: WorkerConfig) -> LoraSettings | None:
     if not config.lora_rank:
         return None
     return LoraSettings(
-        config.lora_rank,
-        config.lora_alpha,
-        config.lora_targets,
-        config.adapter,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        targets=config.lora_targets,
+        folder=config.adapter,
         with_routers=not config.freeze_router,
         base=config.quantize_base,
     )
@@ -268,7 +268,16 @@ class Worker:
             weights: Any = batch.token_weights
             skip = max_ratio is not None and sums["ratio"] > max_ratio * weights.sum().item()
             norm, lr, skipped, visible_update = self._step(skip)
-        return UpdateResult(sums.pop("loss"), norm, lr, skipped, visible_update, load_balance, sums)
+        mean_loss = sums.pop("loss")
+        return UpdateResult(
+            loss=mean_loss,
+            grad_norm=norm,
+            lr=lr,
+            skipped=skipped,
+            visible_update=visible_update,
+            load_balance=load_balance,
+            metrics=sums,  # without the loss
+        )
 
     @torch.no_grad()
     def _run_forward(self, batch: Batch, micro_batches: list[list[int]]) -> None:

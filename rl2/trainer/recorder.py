@@ -4,7 +4,7 @@ All processes make the same calls; the first one writes.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,18 @@ class Recorder:
         while self.last_step < self.num_steps:
             yield self.last_step + 1
 
-    def finish_step(self, step: int, metrics: Metrics, *rollout: Any) -> bool:
+    def finish_step(
+        self,
+        step: int,
+        metrics: Metrics,
+        records: Iterable[dict[str, Any]] | None = None,
+        tokens: dict[str, Any] | None = None,
+    ) -> bool:
         """Evaluates, logs, saves and exports where that is due.
 
-        `rollout` is what `RunFolder.write_records` takes: the transcripts, and the tokens to keep.
+        `records` are the transcripts of the step's rollout, `tokens` those to keep of it, see
+        `RunFolder.write_records`.
+
         Returns whether a signal asked any process to stop after this step. The evaluation of such
         a step is left to the next launch: a machine that takes its processes away gives them
         seconds.
@@ -161,8 +169,8 @@ class Recorder:
             self._judge(step, evaluated)
             is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
-        if rollout:
-            self.folder.write_records("train", step, *rollout)
+        if records is not None:
+            self.folder.write_records("train", step, records, tokens)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics, self.folder.take_first_records())
