@@ -413,9 +413,7 @@ def test_truncated_answers_are_masked_after_the_advantages(tmp_path):
     trajectories[2] = replace(trajectories[2], finish_reason=FinishReason.LENGTH)
     batch = collate(training_samples(trajectories))
     before = batch.mask.clone()
-    mask_truncated(batch, trajectories, is_on=False)
-    assert torch.equal(batch.mask, before)
-    mask_truncated(batch, trajectories, is_on=True)
+    mask_truncated(batch, trajectories)
     before[2] = 0
     assert torch.equal(batch.mask, before) and before.any(1).tolist() == [True, True, False, True]
 

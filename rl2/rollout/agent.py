@@ -18,7 +18,7 @@ from rl2.rollout.dialects.form import MODEL, RequestError
 from rl2.rollout.endpoint import LOCAL_HOST, Address, Endpoint
 from rl2.rollout.generate import make_generate
 from rl2.rollout.player import Player
-from rl2.rollout.trajectory import Trajectory
+from rl2.rollout.trajectory import Trajectory, TurnInfo
 
 CONNECTIONS_PER_AGENT = 16  # on average, of all that may run at a time
 
@@ -39,7 +39,7 @@ class AgentPlayer(Player):
 
     async def _play_turn(
         self, trajectory: Trajectory, params: SamplingParams, seed: Seed, key: Hashable
-    ) -> dict[str, Any] | None:
+    ) -> TurnInfo | None:
         """Runs the agent, which takes all turns. None if the engine was told to abort."""
         env = self.env_of(trajectory)
         session = AgentSession(self, trajectory, params, seed)

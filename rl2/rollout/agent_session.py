@@ -24,7 +24,7 @@ from rl2.rollout.dialects.form import (
     malformed_error,
 )
 from rl2.rollout.player import Player
-from rl2.rollout.trajectory import Trajectory, begin_sample
+from rl2.rollout.trajectory import Trajectory, TurnInfo, begin_sample
 
 CHARACTERS_PER_TOKEN = 8  # more than texts have on average
 
@@ -35,8 +35,14 @@ class Conversation(Trajectory):
 
     tools: list[dict] | None = None  # of the request
     known: list[dict] = field(default_factory=list)  # the messages as the agent has them
-    last_turn: dict[str, Any] = field(default_factory=dict)  # what reward_fn may ask about it
+    last_turn: TurnInfo | None = None  # before its first answer there is none
     answer_number: int = 0  # of its last answer among those of the trajectory
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the last turn."""
+        assert self.last_turn is not None
+        return self.last_turn["num_tokens"]
 
 
 @dataclass
@@ -137,9 +143,9 @@ class AgentSession:
         base = self._find_base(known, tools)
         if base:
             conversation = deepcopy(base)  # the request may be cancelled
-            new, num_sampled = messages[len(base.known) :], base.last_turn["num_tokens"]
+            new = messages[len(base.known) :]
             self._check_length("".join(message["content"] for message in new))
-            if not player.append_messages(conversation, num_sampled, new, max_new_tokens=1):
+            if not player.append_messages(conversation, base.num_sampled, new, max_new_tokens=1):
                 raise self._limit_error()
         else:
             if len(messages) > player.max_length:
@@ -182,7 +188,8 @@ class AgentSession:
 
     def _describe(self, conversation: Conversation, stops: tuple[str, ...]) -> ChatAnswer:
         """The last turn as the agent gets it. It is added to the messages that are known."""
-        num_sampled = conversation.last_turn["num_tokens"]
+        assert conversation.last_turn is not None
+        num_sampled = conversation.num_sampled
         text = conversation.messages[-1]["content"]
         found_stops = [stop for stop in stops if stop in text]
         stop = min(found_stops, key=text.index, default=None)
@@ -217,16 +224,16 @@ class AgentSession:
             task.cancel()
         await asyncio.gather(*self.requests, return_exceptions=True)
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> TurnInfo | None:
         """The conversations become those of the trajectory. No request may be under way.
 
-        Returns what reward_fn may ask about the last turn of the conversation that it judges: the
-        one with the most messages, and the last of those.
+        Returns the last turn of the conversation that reward_fn judges: the one with the most
+        messages, and the last of those. None without any.
         """
         own = self.trajectory
         if self.conversations:
             own.messages, own.samples = [], []
-        last_turn: dict[str, Any] = {}
+        last_turn: TurnInfo | None = None
         for part in self.conversations:
             own.samples += part.samples
             own.versions += part.versions

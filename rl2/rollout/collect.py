@@ -27,8 +27,10 @@ from rl2.rollout.trajectory import (
     Trajectory,
     begin_group,
     group_key,
+    in_order,
     mean_score,
     place_reward,
+    trajectory_key,
 )
 
 ALL_SOLVED = (
@@ -233,7 +235,7 @@ class Collector:
             ends = []
             for group in groups:
                 ends.append(player.cancel_call(group_key(group)))
-                ends += [player.drop(t, ("train", t.id)) for t in group.trajectories]
+                ends += [player.drop(t, trajectory_key("train", t)) for t in group.trajectories]
             await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
 
         if groups:
@@ -441,8 +443,7 @@ def _place_rewards(trajectories: list[Trajectory]) -> None:
 
 def _gather_trajectories(played: list[Group]) -> list[Trajectory]:
     """Returns the trajectories of all processes, in order of process and then of the data."""
-    trajectories = [trajectory for group in played for trajectory in group.trajectories]
-    trajectories.sort(key=lambda trajectory: trajectory.id)
+    trajectories = in_order(trajectory for group in played for trajectory in group.trajectories)
     texts = gather_objects([(trajectory.messages, trajectory.row) for trajectory in trajectories])
     without_texts = [replace(trajectory, messages=[], row={}) for trajectory in trajectories]
     gathered = list(chain.from_iterable(all_gather_objects(without_texts)))

@@ -127,7 +127,8 @@ async def _generate(
     params = session.limit(conversation, params, max_new_tokens)
     with session.ending_at_failure():
         await session.sample(base, conversation, params)
-    sample, num_sampled = conversation.samples[-1], conversation.last_turn["num_tokens"]
+    assert conversation.last_turn is not None
+    sample, num_sampled = conversation.samples[-1], conversation.num_sampled
     token_ids, logprobs = sample.tokens[-num_sampled:], sample.logps[-num_sampled:]
     if not trained:
         sample.mask[-num_sampled:] = array("b", [0]) * num_sampled

@@ -10,7 +10,7 @@ from rl2 import progress
 from rl2.engine.base import SamplingParams, Seed
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.trajectory import Group, mean_score
+from rl2.rollout.trajectory import Group, mean_score, trajectory_key
 
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have started earlier in another engine.
@@ -99,7 +99,8 @@ class Rollout:
         trajectory = group.trajectories[i]
         tokens_before = trajectory.length
         seed = (*self.seed, group.id, i)
-        await self.player.play(trajectory, self.params, seed, (self.split, trajectory.id))
+        key = trajectory_key(self.split, trajectory)
+        await self.player.play(trajectory, self.params, seed, key)
         self.bar.add(0, trajectory.length - tokens_before)
 
     async def _finish_group(self, number: int, group: Group, plays: list[asyncio.Task]) -> None:

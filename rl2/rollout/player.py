@@ -18,9 +18,11 @@ from rl2.rollout.trajectory import (
     FinishReason,
     Group,
     Trajectory,
+    TurnInfo,
     append_tokens,
     begin_sample,
     group_key,
+    trajectory_key,
 )
 
 T = TypeVar("T")
@@ -157,7 +159,8 @@ class Player:
 
     def has_calls(self, group: Group, split: str) -> bool:
         """Returns whether calls for the group run here, or have a result that it lacks."""
-        keys = [group_key(group), *((split, trajectory.id) for trajectory in group.trajectories)]
+        keys = [group_key(group)]
+        keys += [trajectory_key(split, trajectory) for trajectory in group.trajectories]
         return any(key in self.calls for key in keys)
 
     async def cancel_call(self, key: Hashable) -> None:
@@ -234,9 +237,7 @@ class Player:
         tools, env_tools = trajectory.tools, self.env_of(trajectory).tools
         return [*(tools or []), *env_tools] if env_tools else tools
 
-    async def _score(
-        self, trajectory: Trajectory, last_turn: dict[str, Any], key: Hashable
-    ) -> None:
+    async def _score(self, trajectory: Trajectory, last_turn: TurnInfo, key: Hashable) -> None:
         env = self.env_of(trajectory)
         inputs: dict[str, Any] = dict(last_turn)
         if "completion_ids" in env.asked:
@@ -253,41 +254,36 @@ class Player:
         params: SamplingParams,
         seed: Seed,
         key: Hashable,
-    ) -> dict[str, Any] | None:
+    ) -> TurnInfo | None:
         """Plays one turn of the assistant and the environment's answer to it.
 
-        Returns what the environment may ask about the turn if it is the last one. Returns None
-        after other turns, and if the turn is aborted.
+        Returns the turn if it is the last one; None after other turns, and if it is aborted.
         """
-        inputs = trajectory.unanswered
-        if inputs is None:
-            inputs = await self.sample_turn(trajectory, params, seed)
-        if inputs is None:
+        turn = trajectory.unanswered
+        if turn is None:
+            turn = await self.sample_turn(trajectory, params, seed)
+        if turn is None:
             return None
-        num_sampled = inputs["num_tokens"]
         is_last = trajectory.num_turns >= self.max_turns
-        if inputs["finish_reason"] != "stop" or (
-            is_last and not self.env_of(trajectory).has_object
-        ):
-            return inputs
-        trajectory.unanswered = inputs
-        turn = await self._answer(trajectory, inputs, key)
+        needs_answer = not is_last or self.env_of(trajectory).has_object
+        if turn["finish_reason"] != "stop" or not needs_answer:
+            return turn
+        trajectory.unanswered = turn
+        answer = await self._answer(trajectory, turn, key)
         trajectory.unanswered = None
-        self._add_turn_reward(trajectory, turn.reward)
-        if is_last or turn.done or not turn.messages:
-            trajectory.messages += turn.messages
-            return inputs
-        if self.append_messages(trajectory, num_sampled, turn.messages, params.max_new_tokens):
-            return None
-        return {**inputs, "finish_reason": "length"}
+        self._add_turn_reward(trajectory, answer.reward)
+        if is_last or answer.done or not answer.messages:
+            trajectory.messages += answer.messages
+            return turn
+        has_room = self.append_messages(
+            trajectory, turn["num_tokens"], answer.messages, params.max_new_tokens
+        )
+        return None if has_room else {**turn, "finish_reason": "length"}
 
     async def sample_turn(
         self, trajectory: Trajectory, params: SamplingParams, seed: Seed
-    ) -> dict[str, Any] | None:
-        """Samples one turn of the assistant and appends it; None if it is aborted.
-
-        Returns what the environment may ask about it.
-        """
+    ) -> TurnInfo | None:
+        """Samples one turn of the assistant and appends it; None if it is aborted."""
         generation = await self._generate(trajectory, params, seed)
         if generation.finish_reason == "abort":
             return None
@@ -306,16 +302,16 @@ class Player:
             "turn": trajectory.num_turns,
         }
 
-    async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
+    async def _answer(self, trajectory: Trajectory, turn: TurnInfo, key: Hashable) -> Turn:
         """Returns the results of the tools that the last turn calls, or the env's answer to it."""
         env = self.env_of(trajectory)
         if env.tools:
-            calls = self.read_calls(trajectory, inputs["num_tokens"], env.tools).calls
+            calls = self.read_calls(trajectory, turn["num_tokens"], env.tools).calls
             if calls:
                 num_turns = trajectory.num_turns
                 return await self._call(key, lambda: env.call_tools(calls, num_turns, key))
         messages, row = trajectory.messages, trajectory.row
-        return await self._call(key, lambda: env.answer(messages, row, key, inputs))
+        return await self._call(key, lambda: env.answer(messages, row, key, turn))
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""

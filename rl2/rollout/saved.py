@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
-from rl2.rollout.trajectory import Trajectory
+from rl2.rollout.trajectory import Trajectory, in_order
 
 # The columns of a Sample.
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
@@ -26,8 +26,7 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
     with routing replay the experts [tokens, routers, choices] of all samples and the tokens of each
     sample that have them.
     """
-    ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
-    samples = [sample for trajectory in ordered for sample in trajectory.samples]
+    samples = [sample for trajectory in in_order(trajectories) for sample in trajectory.samples]
     columns = {
         "length": np.array([len(sample.tokens) for sample in samples], np.int64),
         "trajectory": np.array([sample.trajectory for sample in samples], np.int64),

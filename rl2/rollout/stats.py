@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
 from rl2.batch import Batch, Sample
 from rl2.report.health import reward_metric
-from rl2.rollout.trajectory import FilterStatus, Trajectory
+from rl2.rollout.trajectory import FilterStatus, Trajectory, in_order
 
 
 def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
@@ -25,7 +25,7 @@ def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
     one sample without a trained token.
     """
     samples = []
-    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+    for trajectory in in_order(trajectories):
         samples += trajectory.samples
         trajectory.samples = []
     return samples or [Sample([0, 0], [0, 0], [0.0, 0.0], [0.0, 0.0], group=0, trajectory=0)]
@@ -143,7 +143,7 @@ def add_ages(batch: Batch, trajectories: list[Trajectory], version: int) -> None
     `batch` has all samples of the trajectories, with the mask of the rollout.
     """
     ages: list[Tensor] = []
-    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+    for trajectory in in_order(trajectories):
         if not trajectory.is_failed and not trajectory.is_rejected:
             # Rows and versions are in order of time, so the sampled tokens are in one order.
             for sampled_by, num_tokens in trajectory.versions:
@@ -154,14 +154,14 @@ def add_ages(batch: Batch, trajectories: list[Trajectory], version: int) -> None
         batch.ages[is_sampled] = torch.cat(ages)
 
 
-def mask_truncated(batch: Batch, trajectories: list[Trajectory], is_on: bool) -> None:
-    """Clears the mask of truncated answers if `is_on`.
+def mask_truncated(batch: Batch, trajectories: list[Trajectory]) -> None:
+    """Clears the mask of truncated answers.
 
     This is DAPO's overlong filtering (arXiv:2503.14476). As with TRL's mask_truncated_completions,
     it comes after the advantages: such an answer counts in the baseline of its group, but in no sum
     or mean of the losses.
     """
-    truncated = [t.id for t in trajectories if is_on and t.is_truncated]
+    truncated = [t.id for t in trajectories if t.is_truncated]
     batch.mask[torch.isin(batch.trajectory, torch.tensor(truncated, dtype=torch.long))] = 0
 
 
@@ -179,7 +179,7 @@ def to_records(
     advantages = {} if batch is None else _mean_advantages(batch)
     if batch is not None and saved:
         add_token_columns(saved, batch)
-    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+    for trajectory in in_order(trajectories):
         record = trajectory.record()
         if trajectory.id in advantages:
             record["advantage"] = advantages[trajectory.id]

@@ -3,10 +3,10 @@
 import json
 import math
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -40,6 +40,19 @@ class FilterStatus(StrEnum):
     """it is recorded and counts in the metrics, but is not trained"""
 
 
+class TurnInfo(TypedDict):
+    """What functions of the environment may ask about a turn of the assistant, by argument."""
+
+    finish_reason: str
+    """stop or length, see `Generation`"""
+    num_tokens: int
+    """sampled in the turn"""
+    max_new_tokens: int
+    """the most that it could have"""
+    turn: int
+    """its number in the trajectory, from 1"""
+
+
 @dataclass
 class Trajectory:
     """A conversation of the policy with the environment, and the training sequences it becomes."""
@@ -57,10 +70,10 @@ class Trajectory:
     # (version of the weights, number of tokens that they sampled), in order of time.
     versions: list[tuple[int, int]] = field(default_factory=list)
     partial_tokens: int = 0  # tokens of a turn that a pause interrupted
-    # What the environment may ask about a turn that still waits for it: for its answer, or, after
-    # the last turn, for its rewards. A pause may come in between.
-    unanswered: dict[str, Any] | None = None
-    unscored: dict[str, Any] | None = None
+    # The turn that waits for the environment's answer, or, if it is the last one, for its rewards:
+    # a pause may come in between.
+    unanswered: TurnInfo | None = None
+    unscored: TurnInfo | None = None
     row_index: int = -1  # of its row in the data
     source: str = ""  # of its row: the name in data.path.NAME or data.test_path.NAME, if any
     filter_status: FilterStatus = FilterStatus.OFF
@@ -163,6 +176,16 @@ def group_key(group: Group) -> Hashable:
     return ("group", group.id)
 
 
+def trajectory_key(split: str, trajectory: Trajectory) -> Hashable:
+    """Returns the key by which the environment knows a trajectory of this split."""
+    return (split, trajectory.id)
+
+
+def in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Returns the trajectories in the order of the data."""
+    return sorted(trajectories, key=lambda trajectory: trajectory.id)
+
+
 def mean_score(trajectories: list[Trajectory], part: str | None) -> float:
     """Returns the mean over the trajectories that did not fail; NaN if all failed.
 
@@ -242,16 +265,16 @@ def append_tokens(
 
 
 def place_reward(trajectory: Trajectory) -> None:
-    """Turns the reward parts into numbers on tokens: the second form that a reward has.
+    """Puts the reward on tokens, in `Sample.rewards`: they sum to the trajectory's reward.
 
-    The rewards of turns are on their tokens already. The last sampled token gets the rest, so that
-    the sum over all tokens is the trajectory's reward. Drops sequences without a sampled token.
+    The rewards of turns are on their tokens already, and the last sampled token gets the rest.
+    Drops sequences without a sampled token.
     """
     trajectory.samples = [sample for sample in trajectory.samples if 1 in sample.mask]
     last_sample = trajectory.samples[-1]
     last_token = last_sample.mask.tobytes().rfind(1)
     last_sample.rewards[last_token] = 0.0
-    before = 0.0
+    placed = 0.0
     if "turns" in trajectory.rewards:  # of interact or step; other parts lie on the last token
-        before = sum(sum(sample.rewards) for sample in trajectory.samples)
-    last_sample.rewards[last_token] = trajectory.reward - before
+        placed = sum(sum(sample.rewards) for sample in trajectory.samples)
+    last_sample.rewards[last_token] = trajectory.reward - placed

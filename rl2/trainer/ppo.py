@@ -78,8 +78,9 @@ def train_step(run: PPORun, step: int) -> bool:
         metrics |= add_scores(batch, run, temperature)
     # How much better each token was than expected: its gradient is weighted by that.
     metrics |= add_advantages(batch, config, reward_parts(trajectories, batch))
-    # An answer that was cut is not trained, but has counted in the baseline of its group.
-    mask_truncated(batch, trajectories, config.rollout.mask_truncated)
+    if config.rollout.mask_truncated:
+        # An answer that was cut is not trained, but has counted in the baseline of its group.
+        mask_truncated(batch, trajectories)
 
     with recorder.phase("update"):
         updates = []
