@@ -3,8 +3,9 @@ arXiv:2106.09685).
 
 An adapted layer computes W x + scale B A x, with W [out, in] frozen, A [rank, in] drawn by peft and
 B [out, rank], which starts at 0, so that training starts from the model itself. peft names the
-three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default.weight; nothing
-outside this file knows that. An engine with the same layers has the same names.
+three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default.weight. Of these
+names tensor.py and nf4.py know a part, other files nothing. An engine with the same layers has the
+same names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ def layer_adapters(
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     from peft import LoraConfig
 
-    linear_names, frozen_names = _linear_layers(hf, settings.with_routers)
+    linear_names, excluded_names = _linear_layers(hf, settings.with_routers)
     kinds = sorted({_kind(name) for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
     alpha: Any = settings.alpha  # peft takes a float, though its type says int
@@ -130,28 +131,34 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
         r=settings.rank,
         lora_alpha=alpha,
         target_modules=settings.targets or kinds,
-        exclude_modules=frozen_names or None,
+        exclude_modules=excluded_names or None,
     )
 
 
 def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], list[str]]:
-    """The names, in the body of `hf`, of linear layers that can have an adapter, and of those of
-    towers, and of routers unless `with_routers`.
+    """(the linear layers that can have an adapter, those that are excluded), by name in the body.
+
+    Excluded are layers of towers and, unless `with_routers`, of routers. Layers of kinds that peft
+    cannot adapt are in neither list.
     """
-    linear_names: list[str] = []
-    frozen_names: list[str] = []
-    frozen = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    excluded = {part for _, tower in find_towers(hf) for part in tower.modules()}
     if not with_routers:
-        frozen |= find_routers(hf)
+        excluded |= find_routers(hf)
+    linear_names: list[str] = []
+    excluded_names: list[str] = []
     for name, module in hf.base_model.named_modules():
-        if isinstance(module, nn.Linear) and not is_adapter(name):
-            (frozen_names if module in frozen else linear_names).append(name)
+        if not isinstance(module, nn.Linear) or is_adapter(name):
+            continue
+        if module in excluded:
+            excluded_names.append(name)
+        else:
+            linear_names.append(name)
     unfit = _unfit_kinds(hf, {_kind(name) for name in linear_names})
-    return [name for name in linear_names if _kind(name) not in unfit], frozen_names
+    return [name for name in linear_names if _kind(name) not in unfit], excluded_names
 
 
 def _kind(name: str) -> str:
-    """The last part of a layer's name."""
+    """The last part of a layer's name, such as q_proj."""
     return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
