@@ -4,23 +4,20 @@ Only a run with rollout.env_path imports this. Without it these trainers load no
 rollout and no engine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rl2.config.problem import Problem
 from rl2.config.schema import EvaluationConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import Rows
-from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.engine.select import MAX_RUNNING
 from rl2.env.call import Env
 from rl2.model.folder import load_eos_token_ids, max_positions
-from rl2.parallel.device import compute_dtype
 from rl2.report.health import Metrics
 from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
@@ -34,7 +31,9 @@ from rl2.trainer.inputs import (
 )
 from rl2.trainer.sampling import (
     check_stop_ids,
+    choose_deterministic,
     close_rollout,
+    common_engine_settings,
     end_with_run,
     find_unknown_stop_ids,
     make_player,
@@ -131,20 +130,11 @@ class PlayedTests:
         rollout: EvaluationConfig = config.rollout
         self.worker = worker
         self.envs = prompts.envs
-        is_deterministic = config.trainer.deterministic
-        if is_deterministic is None:
-            is_deterministic = device.type == "cpu"
-        settings = EngineSettings(
-            model_name=config.actor.model_name,
-            dtype=compute_dtype(config.actor.dtype, device),
-            head_dtype=getattr(torch, config.actor.head_dtype),
-            device=device,
+        is_deterministic = choose_deterministic(config, device)
+        settings = replace(
+            common_engine_settings(config, device, is_deterministic),
             max_running_requests=rollout.max_running or MAX_RUNNING,
-            deterministic=is_deterministic,
             stop=rollout.test_sampling_params.stop,
-            seed=config.trainer.seed,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
         )
         # SGLang would take its memory by a plan of PPO's phases.
         self.engine = end_with_run(LocalEngine(settings))

@@ -22,7 +22,7 @@ from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings, NamedTensors
+from rl2.engine.base import Engine, NamedTensors
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.load import Functions
@@ -34,7 +34,6 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.model.lora import LoraSettings
-from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
 from rl2.parallel.worlds import Link, split_world
@@ -58,7 +57,9 @@ from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
     check_stop_ids,
+    choose_deterministic,
     close_rollout,
+    common_engine_settings,
     end_with_run,
     make_player,
     make_sampling_params,
@@ -456,9 +457,7 @@ def make_ppo_workers(
 def make_collector(setup: Setup, prompts: Examples | Mixture | None, num_steps: int) -> Collector:
     """Starts the engine, and makes what plays prompts with it; None in an evaluation."""
     config, rollout = setup.config, setup.config.rollout
-    is_deterministic = config.trainer.deterministic
-    if is_deterministic is None:
-        is_deterministic = setup.device.type == "cpu" and not rollout.partial
+    is_deterministic = choose_deterministic(config, setup.device, rollout.partial)
     return Collector(
         _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
@@ -519,29 +518,22 @@ def _scoring_models(config: PPOConfig) -> list[Any]:
 
 
 def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
-    actor, rollout = setup.config.actor, setup.config.rollout
-    device = setup.device
+    config, actor, rollout = setup.config, setup.config.actor, setup.config.rollout
     share = rollout.gpu_memory_utilization
     if share == "auto" and setup.link is not None:  # no trainer needs memory beside this engine
         share = SHARE_OF_OWN_GPU
-    settings = EngineSettings(
-        model_name=actor.model_name,
-        adapters=_choose_adapters(setup.config),
-        with_experts=actor.routing_replay and not setup.config.trainer.eval_only,
-        dtype=compute_dtype(actor.dtype, device),
-        head_dtype=getattr(torch, actor.head_dtype),
-        device=device,
-        max_running_requests=rollout.max_running or default_max_running(rollout.engine, device),
-        deterministic=is_deterministic,
-        exact=choose_exactness(setup.config).is_on,
+    max_running = rollout.max_running or default_max_running(rollout.engine, setup.device)
+    settings = replace(
+        common_engine_settings(config, setup.device, is_deterministic),
+        adapters=_choose_adapters(config),
+        with_experts=actor.routing_replay and not config.trainer.eval_only,
+        max_running_requests=max_running,
+        exact=choose_exactness(config).is_on,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=share,
         plan_memory=setup.prediction.plan,
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
-        seed=setup.config.trainer.seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
     )
     return end_with_run(make_engine(rollout.engine, settings))
 

@@ -6,16 +6,20 @@ PPO trains with them, and SFT and DPO evaluate with them.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from rl2 import cleanup
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PlayConfig, SamplingConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.rows import Rows
-from rl2.engine.base import Engine, SamplingParams
+from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
+from rl2.parallel.device import compute_dtype
 from rl2.rollout.agent import player_class
 from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
 from rl2.rollout.player import Player
@@ -108,6 +112,30 @@ def _stop_ids(config: Any) -> Iterator[tuple[str, list[int]]]:
         if hasattr(config.rollout, section):  # only PPO samples in training
             ids = getattr(config.rollout, section).stop_token_ids
             yield f"rollout.{section}.stop_token_ids", ids
+
+
+def choose_deterministic(config: Any, device: torch.device, is_partial: bool = False) -> bool:
+    """trainer.deterministic; where it is not set, true on a CPU unless rollouts are partial."""
+    choice: bool | None = config.trainer.deterministic
+    if choice is None:
+        return device.type == "cpu" and not is_partial
+    return choice
+
+
+def common_engine_settings(
+    config: Any, device: torch.device, is_deterministic: bool
+) -> EngineSettings:
+    """What the engines of all trainers are built from; the other fields have their defaults."""
+    return EngineSettings(
+        model_name=config.actor.model_name,
+        dtype=compute_dtype(config.actor.dtype, device),
+        head_dtype=getattr(torch, config.actor.head_dtype),
+        device=device,
+        deterministic=is_deterministic,
+        seed=config.trainer.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
 
 
 def end_with_run(engine: Engine) -> Engine:
