@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl2.engine.base import Engine, NamedTensors
 from rl2.parallel.worlds import Link
@@ -58,14 +58,22 @@ class RolloutAnswer:
     state: bytes  # pickled, of `Collector.state_dict`
 
 
+class Transcript(NamedTuple):
+    """What `WriteRecords` takes: the trajectories of one split and step."""
+
+    split: str
+    step: int
+    records: list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What the samplers answer: a value, or why there is none."""
 
     value: Any = None
     error: str | None = None
-    records: list[tuple[str, int, list[dict[str, Any]]]] = field(default_factory=list)
-    """transcripts to write: split, step, and a record for each trajectory"""
+    transcripts: list[Transcript] = field(default_factory=list)
+    """to be written by the first trainer"""
     is_stopping: bool = False  # a sampler was asked to stop
 
 
@@ -81,13 +89,13 @@ class BusyClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What runs inside is a wait for the other world."""
+        """A context that counts as waiting for the other world."""
         began = time.perf_counter()
         yield
         self.waited += time.perf_counter() - began
 
     def lap(self) -> float:
-        """The share since the start or the last lap."""
+        """The share of the time since the start or the last lap in which it did not wait."""
         share = 1 - self.waited / max(time.perf_counter() - self.started_at, 1e-9)
         self.start()
         return share
@@ -133,8 +141,9 @@ class Samplers:
 
         RuntimeError if no prompt is left to train on.
         """
-        newest = step - 1 + len(self.ahead) + self.num_awaited
-        for later in range(newest + 1, min(step + self.max_staleness, self.num_steps) + 1):
+        newest_requested = step - 1 + len(self.ahead) + self.num_awaited
+        last = min(step + self.max_staleness, self.num_steps)
+        for later in range(newest_requested + 1, last + 1):
             self._send("collect", later)
             self.num_awaited += 1
         self.wait()
@@ -234,8 +243,8 @@ class Samplers:
             answer: Answer = pickle.loads(self.link.receive_answer())
         if answer.is_stopping:
             self.request_stop()
-        for split, step, records in answer.records:
-            self.write_records(split, step, records)
+        for transcript in answer.transcripts:
+            self.write_records(transcript.split, transcript.step, transcript.records)
         if answer.error is not None:
             raise RuntimeError(answer.error)
         return answer.value
@@ -258,13 +267,13 @@ class Serving:
         self.engine: Engine = collector.player.engine
         self.listen = listen
         self.is_stopping: Callable[[], bool] = lambda: False
-        self.records: list[tuple[str, int, list[dict[str, Any]]]] = []
+        self.transcripts: list[Transcript] = []  # of the answer that comes next
         self.clock = BusyClock()  # a lap is from the end of one rollout to that of the next
         collector.write_records = self.keep_records
 
     def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
         """Takes the place of the run folder's `write_records`: the first trainer writes."""
-        self.records.append((split, step, list(records)))
+        self.transcripts.append(Transcript(split, step, list(records)))
 
     def begin(self, state: bytes) -> None:
         if state:
@@ -310,8 +319,8 @@ class Serving:
         self.link.flush()
 
     def _answer(self, value: Any, error: str | None = None) -> None:
-        records, self.records = self.records, []
-        self.link.answer(Answer(value, error, records, self.is_stopping()))
+        transcripts, self.transcripts = self.transcripts, []
+        self.link.answer(Answer(value, error, transcripts, self.is_stopping()))
 
 
 def serve(serving: Serving) -> None:
