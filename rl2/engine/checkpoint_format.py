@@ -31,19 +31,22 @@ class CheckpointFormat:
         self.renamed: dict[str, str] = {}  # name in the model -> name in the files
         # Names of weights that are joined with others, by layer.
         self.joined: dict[str, set[str]] = defaultdict(set)
-        alone = {}  # what each weight with another form in files becomes without the others
+        # What a weight becomes, by names in the files, when it is converted without the others.
+        converted: dict[str, dict[str, Tensor]] = {}
         for name, weight in weights.items():
             if in_files.get(name) is weight:
                 self.renamed[name] = name
             else:
-                alone[name] = revert_weight_conversion(model, {name: weight})
-        num_sources = Counter(key for parts in alone.values() for key in parts)
-        for name, parts in alone.items():
-            [first, *others] = parts
-            if any(num_sources[key] > 1 for key in parts):
+                converted[name] = revert_weight_conversion(model, {name: weight})
+        # Several weights that become one tensor of the files are joined there.
+        num_sources = Counter(file_name for parts in converted.values() for file_name in parts)
+        for name, parts in converted.items():
+            if any(num_sources[file_name] > 1 for file_name in parts):
                 self.joined[_layer(name)].add(name)
-            elif parts[first] is weights[name] and not others:
-                self.renamed[name] = first
+            elif len(parts) == 1:
+                [(file_name, tensor)] = parts.items()
+                if tensor is weights[name]:
+                    self.renamed[name] = file_name
 
     def convert(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of `named_tensors` by their names in files.
