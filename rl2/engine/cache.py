@@ -70,7 +70,7 @@ class PrefillAttention(PackedAttention):
 
 
 class ScoreOptions(NamedTuple):
-    """What becomes of the products of queries and keys, as in PackedAttention."""
+    """How products of queries and keys become weights, as in PackedAttention."""
 
     scaling: float
     softcap: float | None
@@ -247,9 +247,10 @@ class DenseKVCache(KVCache):
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """Attends with one kernel, see KVCache. Kernels without grouped heads serve too.
+        """Attends with one kernel, see KVCache. It needs no support of grouped heads.
 
-        They know no caps and no sinks: those take plain products, with all keys as one page.
+        Kernels have no caps and no sinks: models with these take plain products, with all keys as
+        one page.
         """
         if options.softcap is not None or options.sinks is not None:
             hidden = mask[:, 0].isinf()

@@ -104,7 +104,7 @@ class SGLangEngine(Engine):
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         text = config.get_text_config()
         self.vocabulary = text.vocab_size
-        # Of each router, in the order of the trainer: SGLang tells of all layers.
+        # The layer of each router, in the trainer's order. SGLang tells the choices of all layers.
         self.router_layers: list[int] = []
         if settings.with_experts:
             self.router_layers = find_router_layers(settings.model_name, model)
@@ -539,7 +539,8 @@ def _different_names(before: list[dict[str, Any]], after: list[dict[str, Any]]) 
 def _buckets(named_tensors: NamedTensors) -> Iterator[Bucket]:
     """Consecutive tensors of one dtype, at most BUCKET_SIZE_BYTES together; a larger one alone.
 
-    Behind one of another dtype a tensor may begin where its own dtype cannot be read.
+    After tensors of a smaller dtype, one could begin at an offset at which its own dtype cannot be
+    read.
     """
     bucket: Bucket = []
     num_bytes = 0
@@ -557,11 +558,11 @@ def _buckets(named_tensors: NamedTensors) -> Iterator[Bucket]:
 
 @contextmanager
 def _environment_of_schedulers(device: torch.device) -> Iterator[None]:
-    """Within it processes find libcudart, which the memory saver needs.
+    """A context in which child processes find libcudart, which the memory saver needs.
 
-    Then the variables of NCCL and of the dynamic linker are what they were. SGLang sets some of
-    NCCL for its own processes. Here they would differ from those of ranks without an engine, with
-    which this one makes communicators.
+    Afterwards the variables of NCCL and of the dynamic linker are as before. SGLang sets some of
+    NCCL's for its own processes. Kept here, they would differ from those of ranks without an
+    engine, with which this one makes communicators.
     """
     before = _watched_variables()
     folder = None if device.type == "cpu" else cudart_folder()

@@ -66,8 +66,9 @@ CPU_ARGUMENTS = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
 }
 TRIED_RECURRENT = ("falcon_h1", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next")  # model types
-# Relative, of a number that vLLM keeps in a finer dtype than the trainer sends: vLLM has read it
-# from the files as it is, or computes exp of it. In bfloat16 a number is off by up to 2^-9.
+# Relative difference that is still rounding, in weights that vLLM keeps in a finer dtype than the
+# trainer sends: vLLM has read them from the files as they are, or has computed exp of them.
+# Rounding to bfloat16 moves a number by up to 2^-9.
 FINER_TOLERANCE = 2.0**-6
 NUMBER_KEY = "rl2_number"  # of a request's number in vLLM's SamplingParams.extra_args
 SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes in the first run
@@ -394,9 +395,9 @@ class VLLMEngine(Engine):
         if self.errors and self.group.is_first:
             raise self.errors.pop()
         for output in outputs:
-            self._add(output)
+            self._add_tokens(output)
 
-    def _add(self, output: Any) -> None:
+    def _add_tokens(self, output: Any) -> None:
         """Adds new tokens, and ends the answer where vLLM or a stop string says so."""
         number = int(output.request_id)
         request = self.requests[number]
@@ -642,9 +643,9 @@ def _sampler_class(requests: dict[int, _Request], errors: list[Exception]) -> ty
 def _register_loader() -> None:
     """Registers the load_format "rl2", for a CPU: it multiplies with the weights themselves.
 
-    By default vLLM packs matrices there and drops them, so there is nothing to compare. Of a head
-    that is tied to the embedding it would go on using the first packed copy. Experts are packed in
-    their place, but in the first load alone.
+    By default vLLM keeps only packed copies of matrices there, so there is nothing to compare. A
+    head that is tied to the embedding would keep the copy of the first load. Experts are packed in
+    place, but in the first load only.
     """
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
@@ -722,10 +723,10 @@ def _shut_down(core: Any) -> None:
 
 @contextmanager
 def _preserved_process(device: torch.device) -> Iterator[None]:
-    """Afterwards all is as before that vLLM's start changes in this process.
+    """A context after which this process is as before vLLM's start.
 
-    It seeds all generators, sets variables, among them LD_PRELOAD and LOCAL_WORLD_SIZE, and on a
-    CPU it makes torch.set_num_threads do nothing.
+    vLLM seeds all generators, sets environment variables, among them LD_PRELOAD and
+    LOCAL_WORLD_SIZE, and on a CPU it makes torch.set_num_threads do nothing.
     """
     environment = dict(os.environ)
     set_num_threads = torch.set_num_threads

@@ -27,9 +27,9 @@ class CandidateMask:
         return cls(counts > 0, pairs, ids)
 
     def exclude_others_(self, logits: Tensor, columns: slice, first_pair: int = 0) -> None:
-        """Makes the logits [p, columns] of the pairs from the first one on count as nothing.
+        """Gives the tokens that are no candidates EXCLUDED_LOGIT in logits [p, columns], in place.
 
-        Rows after the last pair stay as they are.
+        Row i is of the pair `first_pair` + i. Rows after the last pair stay as they are.
         """
         is_restricted = self.is_restricted[first_pair : first_pair + len(logits)]
         is_outside = torch.zeros_like(logits, dtype=torch.bool)

@@ -32,11 +32,13 @@ def shard(
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
     With `compute_dtype`, weights are cast to it for compute and gradients are summed in fp32.
-    Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
-    in the backward pass: all of them, none, or this many of the first (auto is all: the trainers
-    put a number). The first, since the backward pass has freed what the others kept when it reaches
-    them. `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run:
-    they are sharded by themselves, and never gathered.
+    Without, both happen in the dtype of the parameters.
+
+    `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
+    of the first; the backward pass reaches these last, when it has freed what the others kept.
+    (auto means all here: trainers put a number in its place.) `recompute_context` is the
+    `context_fn` of torch's checkpoint. `idle` modules never run: they are sharded by themselves,
+    and never gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:

@@ -131,8 +131,9 @@ class Link:
     # From the samplers to the trainers.
 
     def answer(self, value: Any) -> None:
-        """Sends a picklable value to the trainers, without waiting for them. All samplers call;
-        that of the first counts.
+        """Sends the first sampler's picklable value to the trainers, without waiting for them.
+
+        All samplers call.
         """
         if self.answers is not None:
             self.answers.send(value)

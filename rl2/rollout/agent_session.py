@@ -92,7 +92,7 @@ class AgentSession:
         """Samples the next turn of `conversation`, which takes the place of `base`."""
         seed = (*self.seed[:-1], self.num_requests)
         self.num_requests += 1
-        goes_on = self.is_cut  # the agent knows of the limit
+        was_cut = self.is_cut
         remaining = base
         if base:
             self.conversations.remove(base)
@@ -107,7 +107,7 @@ class AgentSession:
             self.num_answers += 1
             conversation.answer_number = self.num_answers
             remaining = conversation
-            if goes_on:
+            if was_cut:  # the agent knew of the limit, and has gone on
                 self.is_cut = False
         finally:
             self.requests.discard(task)
