@@ -45,7 +45,7 @@ from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.model.routing import find_router_layers
-from rl2.model.towers import language_model_class
+from rl2.model.towers import empty_language_model
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import expecting, mark
@@ -96,8 +96,7 @@ class SGLangEngine(Engine):
         self.asleep = False
         self.num_aborts = 0
         config = AutoConfig.from_pretrained(settings.model_name)
-        with torch.device("meta"):
-            model = language_model_class(config).from_config(config)  # names and shapes alone
+        model = empty_language_model(config)
         self.files = CheckpointFormat(model)
         self.tokenizer: Any = None
         if settings.stop:

@@ -44,7 +44,7 @@ from rl2.engine.vllm_adapters import Adapters, lora_arguments
 from rl2.engine.vllm_group import END, Group
 from rl2.model import lora
 from rl2.model.recurrent import is_recurrent
-from rl2.model.towers import find_towers, language_model_class
+from rl2.model.towers import empty_language_model, find_towers
 from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import expecting, mark
 
@@ -215,8 +215,7 @@ class VLLMEngine(Engine):
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         config = AutoConfig.from_pretrained(settings.model_name)
         self.vocabulary = config.get_text_config().vocab_size
-        with torch.device("meta"):  # names and shapes alone
-            self.model = language_model_class(config).from_config(config)
+        self.model = empty_language_model(config)
         self.files = CheckpointFormat(self.model)
         with torch.random.fork_rng(devices=[]):
             lora.inject(self.model, settings.adapters)

@@ -41,6 +41,12 @@ def language_model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def empty_language_model(config: PreTrainedConfig) -> Any:
+    """The language model of a config without memory: names and shapes of its weights alone."""
+    with torch.device("meta"):
+        return language_model_class(config).from_config(config)
+
+
 def is_language_model(config: PreTrainedConfig) -> bool:
     """Whether `language_model_class` can load it."""
     kind = type(config)
