@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
 from rl2.model.head import head_scores
+from rl2.model.logits import LogitSettings
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -138,14 +139,14 @@ def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
     hidden, weight, targets = bf16_head()
     converted = []
-    plain = head_module.LogitSettings.products
+    plain = LogitSettings.products
 
     def counted(*arguments):
         products = plain(*arguments)
         converted.append(products.shape[1])
         return products
 
-    monkeypatch.setattr(head_module.LogitSettings, "products", counted)
+    monkeypatch.setattr(LogitSettings, "products", counted)
     logps, _ = head_scores(hidden, weight.requires_grad_(), targets)
     assert sum(converted) == 3000 and max(converted) <= 700
     logps.sum().backward()

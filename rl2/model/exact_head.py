@@ -12,14 +12,9 @@ from torch import Tensor
 
 from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.error_report import Diverged
-from rl2.model.candidates import CandidateMask
+from rl2.model.logits import LogitSettings, capped
 
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), in fp32."""
-    return logits.float().div(cap).tanh_().mul_(cap)
 
 
 @dataclass
@@ -63,27 +58,24 @@ class BlockSoftmax:
 def exact_scores(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
+    settings: LogitSettings,
     *,
-    temperature: float,
     with_entropy: bool,
-    dtype: torch.dtype,
-    logits_per_slice: int,
     keeps_logits: bool,
-    candidates: CandidateMask | None = None,
-    bias: Tensor | None = None,
-    cap: float | None = None,
+    logits_per_slice: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """hidden [P, E], weight [V, E], targets [P] -> log-probabilities, log-sum-exps, entropies [P]
     and the logits [P, V] before the cap. The last two are None unless they are asked for.
 
     Rows are computed a slice at a time, of about `logits_per_slice` logits. The head is converted
-    to `dtype` as a whole, as in the engine.
+    to the dtype of the products as a whole, as in the engine.
     """
     missing = max(0, MIN_ROWS - len(hidden))
     factors = hidden.dtype
-    hidden = F.pad(hidden.to(dtype), (0, 0, 0, missing))
-    weight = weight.to(dtype)
+    hidden = F.pad(hidden.to(settings.dtype), (0, 0, 0, missing))
+    weight = weight.to(settings.dtype)
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, logits_per_slice // len(weight))
     num_slices = -(-len(hidden) // most_rows)
@@ -101,12 +93,12 @@ def exact_scores(
             logits = torch.mm(some_hidden, weight.T, out=some_kept)
         if bias is not None:
             logits.add_(bias)
-        if cap is not None:
-            logits = capped(logits, cap)
-        if candidates is not None:
-            candidates.exclude_others_(logits, slice(0, len(weight)), first_row)
+        if settings.cap is not None:
+            logits = capped(logits, settings.cap)
+        if settings.candidates is not None:
+            settings.candidates.exclude_others_(logits, slice(0, len(weight)), first_row)
         first_row += len(logits)
-        divisor = torch.full((len(logits),), temperature)
+        divisor = torch.full((len(logits),), settings.divisor)
         softmax = BlockSoftmax.of(logits, divisor)
         logps.append(softmax.logps(logits, some_targets, divisor))
         lses.append((softmax.top + softmax.total.log()).float())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rl2.model.candidates import CandidateMask
 from rl2.model.fused import compiled
-from rl2.model.head import HeadInputs, LogitSettings, cap_slope, chunks
+from rl2.model.head import HeadInputs, chunks
+from rl2.model.logits import LogitSettings, cap_slope
 from rl2.parallel.tensor import sum_softmax
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl2.attention.pages import exact_factors
 from rl2.model.candidates import CandidateMask
-from rl2.model.exact_head import capped, exact_scores
+from rl2.model.exact_head import exact_scores
 from rl2.model.fused import compiled
+from rl2.model.logits import LogitSettings, cap_slope
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
@@ -36,46 +36,6 @@ class HeadInputs:
     dtype: torch.dtype = torch.float32  # what the products are rounded to, see `head_scores`
     bias: Tensor | None = None  # [V], or this process's part
     cap: float | None = None  # of the logits before their division
-
-
-@dataclass(frozen=True)
-class LogitSettings:
-    """How a head computes its logits: products, plus bias, capped, divided."""
-
-    divisor: float
-    dtype: torch.dtype
-    """the products are rounded to it; not coarser than the hidden states"""
-    cap: float | None
-    """logits x count as cap * tanh(x / cap)"""
-    candidates: CandidateMask | None
-    """the tokens of each softmax; None: all of them"""
-
-    def products(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
-    ) -> Tensor:
-        """hidden [P, E], weight [V, E], bias [V] -> their products [P, columns] in fp32."""
-        weight = weight[columns]
-        if hidden.dtype != self.dtype and device_kind(hidden.device) == "cuda":
-            products = torch.mm(hidden, weight.T, out_dtype=self.dtype)
-        else:
-            with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
-                products = (hidden.to(self.dtype) @ weight.to(self.dtype).T).float()
-        return products if bias is None else products.add_(bias[columns])
-
-    def finish(self, products: Tensor, columns: slice) -> Tensor:
-        """products [P, columns] -> logits of the softmax. The products may be overwritten."""
-        logits = products if self.cap is None else capped(products, self.cap)
-        if self.divisor != 1.0:
-            logits.div_(self.divisor)
-        if self.candidates is not None:
-            self.candidates.exclude_others_(logits, columns)
-        return logits
-
-    def compute(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
-    ) -> Tensor:
-        """hidden [P, E], weight [V, E], bias [V] -> logits of the softmax [P, columns] in fp32."""
-        return self.finish(self.products(hidden, weight, bias, columns), columns)
 
 
 @dataclass(frozen=True)
@@ -188,15 +148,12 @@ class _Head(torch.autograd.Function):
             logps, lse, entropy, kept = exact_scores(
                 hidden,
                 weight,
+                bias,
                 targets,
-                temperature=settings.logits.divisor,
+                settings.logits,
                 with_entropy=settings.with_entropy,
-                dtype=settings.logits.dtype,
-                logits_per_slice=LOGITS_PER_CHUNK["cpu"],
                 keeps_logits=settings.keeps_logits,
-                candidates=settings.logits.candidates,
-                bias=bias,
-                cap=settings.logits.cap,
+                logits_per_slice=LOGITS_PER_CHUNK["cpu"],
             )
         else:
             logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, bias, targets, settings)
@@ -329,14 +286,6 @@ def _gradient_of_chunk(
         d_logits = d_logits * slope
     # The gradients end in the type of the weights, so their products need no more.
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
-
-
-def cap_slope(logits: Tensor, temperature: float, cap: float) -> Tensor:
-    """The derivative of `capped` by its input, 1 - tanh^2, from capped and divided logits.
-
-    Excluded candidates have the slope 0.
-    """
-    return 1 - (logits * (temperature / cap)).clamp(-1, 1).square()
 
 
 def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:
