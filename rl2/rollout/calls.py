@@ -72,9 +72,9 @@ class CallReader:
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Chooses what reads the calls, by what reads back those that the chat template writes."""
         written = self._write_call(PROBE_TOOL, SIMPLE)
-        if written is None:
-            # What its response template reads cannot be tried.
+        if written is None:  # there is no call to try the response template with
             self.has_response_template = self._parse([], PLAIN_TURN) is not None
             if not self.has_response_template:
                 self._warn(
@@ -85,10 +85,10 @@ class CallReader:
             return
         expected = [ToolCall(PROBE_TOOL, SIMPLE)]
         self.syntax = self._find_syntax(written, expected)
-        if self._parse([], PLAIN_TURN) == [] and self._parse([], written) == expected:
-            self.has_response_template = True
-            if self.syntax and self._find_lost_arguments():
-                self.has_response_template = False  # rl2 reads them better
+        finds_no_call = self._parse([], PLAIN_TURN) == []
+        self.has_response_template = finds_no_call and self._parse([], written) == expected
+        if self.has_response_template and self.syntax and self._find_lost_arguments():
+            self.has_response_template = False  # rl2 reads difficult arguments better
         if not self.syntax and not self.has_response_template:
             self._warn(
                 f"its chat template writes calls of tools that rl2 does not read: {written!r}. "
