@@ -14,7 +14,7 @@ from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample, collate
 from rl2.config.schema import PPOConfig, dump
-from rl2.rollout.saved import COLUMNS, SavedRollouts, checksum, pack_tokens
+from rl2.rollout.saved import COLUMNS, SavedRollouts, StartModel, checksum, pack_tokens
 from rl2.rollout.stats import add_token_columns, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
@@ -96,11 +96,13 @@ def test_trajectories_come_back_as_they_were(tmp_path):
         # Trajectories that were filtered out have no samples.
         trajectory.samples = [make_sample(tokens, number)] if tokens else []
         trajectories.append(trajectory)
-    again = SavedRollouts(write_run(tmp_path / "a", trajectories, 7), "tiny", 7).collect(1)
+    again = SavedRollouts(
+        write_run(tmp_path / "a", trajectories, 7), StartModel("tiny"), 7
+    ).collect(1)
     for before, now in zip(trajectories, again, strict=True):
         assert [vars(sample) for sample in now.samples] == [vars(s) for s in before.samples]
         assert now.record() == before.record() | {"versions": [[0, 2]]}
-    assert SavedRollouts(write_run(tmp_path / "b", [], 7), "tiny", 7).collect(1) == []
+    assert SavedRollouts(write_run(tmp_path / "b", [], 7), StartModel("tiny"), 7).collect(1) == []
 
 
 @pytest.mark.parametrize(
@@ -120,19 +122,19 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, words):
     [path] = tmp_path.rglob(name)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=words):
-        SavedRollouts(folder, "tiny", 7).collect(1)
+        SavedRollouts(folder, StartModel("tiny"), 7).collect(1)
 
 
 def test_a_run_that_needs_experts_is_told_where_they_are_missing(tmp_path):
     trajectory = Trajectory(0, 0, [])
     trajectory.samples = [make_sample([5, 6, 7], 0)]
-    without = SavedRollouts(write_run(tmp_path / "a", [trajectory], 7), "tiny", 7)
+    without = SavedRollouts(write_run(tmp_path / "a", [trajectory], 7), StartModel("tiny"), 7)
     assert without.collect(1)
     with pytest.raises(ValueError, match="routing_replay=true: .*step_1.jsonl was sampled without"):
-        SavedRollouts(tmp_path / "a", "tiny", 7, needs_experts=True).collect(1)
+        SavedRollouts(tmp_path / "a", StartModel("tiny"), 7, needs_experts=True).collect(1)
     trajectory.samples[0].experts = [np.ones((2, 3, 1), np.int16)]
     folder = write_run(tmp_path / "b", [trajectory], 7)
-    [again] = SavedRollouts(folder, "tiny", 7, needs_experts=True).collect(1)
+    [again] = SavedRollouts(folder, StartModel("tiny"), 7, needs_experts=True).collect(1)
     assert again.samples[0].experts[0].tolist() == trajectory.samples[0].experts[0].tolist()
 
 
@@ -257,18 +259,27 @@ def test_a_run_without_the_tokens_of_a_step_is_refused(runs, tmp_path, removed):
     with pytest.raises(
         ValueError, match="rollouts_from=.*has the tokens of steps .*from its first"
     ):
-        SavedRollouts(str(copy), "tiny", 0)
+        SavedRollouts(str(copy), StartModel("tiny"), 0)
 
 
 def test_another_vocabulary_or_temperature_is_refused(runs):
-    model = str(runs / "tiny")
+    model = StartModel(str(runs / "tiny"))
     for meaning in (checksum(make_tokenizer(), 0.7), 0):
         rollouts = SavedRollouts(str(runs / "sampled"), model, meaning)
         with pytest.raises(ValueError, match="another tokenizer .* or .*temperature"):
             rollouts.collect(1)
-    rollouts = SavedRollouts(str(runs / "sampled"), model, checksum(make_tokenizer(), 1.0))
+
+
+def test_only_the_start_model_has_sampled_the_first_step(runs):
+    model, meaning = str(runs / "tiny"), checksum(make_tokenizer(), 1.0)
+    rollouts = SavedRollouts(str(runs / "sampled"), StartModel(model), meaning)
     assert len(rollouts.collect(1)) == 16 and not rollouts.clips_to_sampler
     assert rollouts.collect(2) and rollouts.clips_to_sampler  # an update came before it
     assert rollouts.collect(4) and rollouts.clips_to_sampler  # step 1 again
-    other = SavedRollouts(str(runs / "sampled"), "another", checksum(make_tokenizer(), 1.0))
-    assert other.collect(1) and other.clips_to_sampler
+    for other in (
+        StartModel("another"),
+        StartModel(model, adapter="adapter"),
+        StartModel(model, quantize_base="nf4"),
+    ):
+        rollouts = SavedRollouts(str(runs / "sampled"), other, meaning)
+        assert rollouts.collect(1) and rollouts.clips_to_sampler

@@ -3,7 +3,7 @@
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -16,6 +16,14 @@ from rl2.rollout.trajectory import Trajectory, in_order
 
 # The columns of a Sample.
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
+
+
+class StartModel(NamedTuple):
+    """The keys of `actor` that say which weights a run starts from."""
+
+    model_name: str
+    adapter: str | None = None
+    quantize_base: str | None = None
 
 
 def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
@@ -64,9 +72,10 @@ class SavedRollouts:
     """The `RolloutSource` that reads the rollouts of a run with trainer.save_tokens.
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
-    one again. `is_own`: this run itself sampled them, with the weights that its actor has in each
-    step or, if it `was_ahead`, had before. ValueError if a step has no tokens, if they have another
-    `meaning`, or no experts where the run `needs_experts`.
+    one again. The actor has started from `start_model`. `is_own`: this run itself sampled them,
+    with the weights that its actor has in each step or, if it `was_ahead`, had before. ValueError
+    if a step has no tokens, if they have another `meaning`, or no experts where the run
+    `needs_experts`.
     """
 
     is_exhausted = False  # the first step comes again after the last
@@ -74,7 +83,7 @@ class SavedRollouts:
     def __init__(
         self,
         path: str,
-        model_name: str,
+        start_model: StartModel,
         meaning: int,
         is_own: bool = False,
         was_ahead: bool = False,
@@ -94,7 +103,7 @@ class SavedRollouts:
                 "1, 2, ...: give the folder of a run with trainer.save_tokens=true from its first "
                 "step on"
             )
-        self.has_same_model = _read_model_name(Path(path, "config.yaml")) == model_name
+        self.has_same_model = _read_start_model(Path(path, "config.yaml")) == start_model
         self.clips_to_sampler = True
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -198,11 +207,13 @@ def _split_experts(saved: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
     return [[part] for part in parts]
 
 
-def _read_model_name(path: Path) -> str:
-    """Reads actor.model_name in the config.yaml of a run."""
+def _read_start_model(path: Path) -> StartModel:
+    """Reads in the config.yaml of a run what its actor started from."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]["model_name"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        actor = yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]
+        # Runs of earlier versions have no adapters to train further, and no base in 4 bits.
+        return StartModel(actor["model_name"], actor.get("adapter"), actor.get("quantize_base"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{path} is missing or damaged ({reason}): restore it, or give another run with "

@@ -44,7 +44,7 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.hint import Hint
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
-from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
+from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
 from rl2.rollout.source import RolloutSource
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
@@ -237,7 +237,7 @@ class PPORun:
         actor = self.config.actor
         return SavedRollouts(
             path,
-            actor.model_name,
+            StartModel(actor.model_name, actor.adapter, actor.quantize_base),
             self.meaning,
             is_own=is_own,
             was_ahead=is_own and clips_to_sampler(self.config),
