@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from common import launch, make_environment, make_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.data.chat import ChatTemplate
@@ -67,6 +69,28 @@ def test_both_models_answer_and_remember(folder):
     both = [line for pair in zip(*expected.values(), strict=True) for line in pair]
     assert done.stdout == "".join(f"{line}\n" for line in both)
     assert "model: abc\n" in done.stdout
+
+
+def test_the_start_model_has_the_adapters_that_were_trained_further(folder):
+    """Training moves nothing here, so the start model says what the model of the run says."""
+    base = folder / "tiny"
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder / "adapter")
+    launch(
+        1,
+        *("-m", "rl2.trainer.sft", f"data.path={folder / 'rows.jsonl'}", "trainer.max_steps=1"),
+        *(f"actor.model_name={base}", f"actor.adapter={folder / 'adapter'}", "actor.lr=1e-12"),
+        *("actor.dtype=float32", f"trainer.save_dir={folder / 'further'}"),
+    )
+    done = chat(folder / "further", "--max-new-tokens", 8, lines=["say"])
+    assert done.returncode == 0, done.stderr
+    start, trained = (line.partition(": ")[2] for line in done.stdout.splitlines())
+    of_base = chat(folder / "run", "--max-new-tokens", 8, lines=["say"]).stdout.splitlines()[0]
+    assert start == trained != of_base.removeprefix("start: ")
 
 
 def test_alone_and_too_long(folder):

@@ -12,6 +12,7 @@ from rl2.run.records import read_object
 
 if TYPE_CHECKING:  # these take seconds, and --help does not need them
     from rl2.data.chat import ChatTemplate
+    from rl2.model.lora import LoraSettings
 
 NEW = "/new"
 
@@ -109,21 +110,32 @@ def load_speakers(arguments: argparse.Namespace) -> list[Speaker]:
 
     import transformers
 
+    from rl2.model.lora import inject_for_engine
     from rl2.model.towers import language_model_class
 
     transformers.logging.disable_progress_bar()
     template = make_template(path, config["data"])
+    actor = config["actor"]
     models = {str(path): path}
     if not arguments.alone:
-        models = {"start": config["actor"]["model_name"], **models}
+        models = {"start": actor["model_name"], **models}
     speakers = []
     for name, model_name in models.items():
         model_class = language_model_class(transformers.AutoConfig.from_pretrained(model_name))
         model = model_class.from_pretrained(model_name, dtype="auto").eval()
+        if name == "start" and actor.get("adapter"):
+            inject_for_engine(model, read_settings(actor), model.dtype)
         speakers.append(
             Speaker(name, model, template, arguments.temperature, arguments.max_new_tokens)
         )
     return speakers
+
+
+def read_settings(actor: dict[str, Any]) -> "LoraSettings":
+    """The adapters that the run has trained further. `actor` is that section of its config."""
+    from rl2.model.lora import LoraSettings
+
+    return LoraSettings(actor["lora_rank"], actor["lora_alpha"], folder=actor["adapter"])
 
 
 def make_template(path: Path, values: dict[str, Any]) -> "ChatTemplate":
