@@ -1,5 +1,6 @@
 """The config: arguments, recipes, help, and every rule with a neighbour that passes."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -282,6 +283,24 @@ def test_adapters_have_a_higher_rate_unless_one_is_set(base):
     assert rates("actor.lora_rank=4") == (1e-5, 5e-6)
     assert rates("actor.lora_rank=4", "critic.lora_rank=4") == (1e-5, 5e-5)
     assert rates("actor.lora_rank=4", "actor.lr=1e-6") == (1e-6, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "folder", "is_other"),
+    [
+        ("model", "adapter", False),
+        ("owner/model", "adapter", False),
+        ("owner/other", "adapter", True),
+        ("runs/first/model", "model/adapter", True),  # as a run exports it
+    ],
+)
+def test_adapters_of_another_base_are_warned_of(base, trained_on, folder, is_other):
+    Path("adapter").rename(folder)
+    settings = {"r": 8, "base_model_name_or_path": trained_on}
+    Path(folder, "adapter_config.json").write_text(json.dumps(settings))
+    actor, critic = f"actor.adapter={folder}", f"critic.adapter={folder}"
+    assert warning_keys("sft", actor) == ["actor.adapter"] * is_other
+    assert warning_keys("ppo", critic, "adv.estimator=gae") == ["critic.adapter"] * is_other
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,27 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         yield Problem(key, worker.save_freq, message)
     if worker.lora_rank > 0 or worker.adapter:
         yield from check_lora(name, worker)
+
+
+def find_base_warnings(config: Any, name: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Whether the adapters of the section `name` were trained on another model than its own.
+
+    One model may have a name on the hub and be in a folder, so only the last parts of the names
+    count. A run exports the merged model with the adapter in a folder below: together they would
+    apply it twice.
+    """
+    if not worker.adapter:
+        return
+    with suppress(ValueError):  # which `check_lora` reports
+        base = read_adapter_config(worker.adapter).get("base_model_name_or_path")
+        model = worker.model_name or config.actor.model_name
+        is_merged = Path(worker.adapter).resolve().parent == Path(model).resolve()
+        if base and base != model and (is_merged or Path(base).name != Path(model).name):
+            reason = f"these adapters were trained on {base}, and the base here is {model}"
+            if is_merged:
+                reason += ", which has them merged in if a run has exported it"
+            advice = f"give their base as {name}.model_name, or leave {name}.adapter out"
+            yield wrong_value(f"{name}.adapter", worker.adapter, f"{reason}; {advice}")
 
 
 def check_lora(name: str, worker: WorkerConfig) -> Iterator[Problem]:

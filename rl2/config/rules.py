@@ -18,7 +18,7 @@ from rl2.config.conditions import (
 )
 from rl2.config.engines import is_installed
 from rl2.config.key_rules import Checked, check_choices, check_keys, without_repeats
-from rl2.config.model_rules import check_model
+from rl2.config.model_rules import check_model, find_base_warnings
 from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
 from rl2.config.problem import Problem, wrong_value
@@ -28,6 +28,7 @@ from rl2.config.schema import (
     EvaluationConfig,
     ModelConfig,
     PPOConfig,
+    WorkerConfig,
     source_name,
     worker_names,
 )
@@ -60,6 +61,8 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         )
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
+        if isinstance(model, WorkerConfig):
+            warnings += find_base_warnings(config, name, model)
     if isinstance(config, PPOConfig):
         problems += check_ppo(config)
         warnings += find_ppo_warnings(config, set_keys)
