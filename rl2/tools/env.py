@@ -77,6 +77,13 @@ EXPLOIT_ADVICE = {  # kind of a reply -> what to do if it earns as much as the g
     EMPTY: "a reply without an answer must earn less: return 0.0 for it",
 }
 OTHER_EXPLOIT = "find the answer in its own field of the reply, and give less for all else"
+FAILURE_ADVICE = {  # words of a failure -> what to do
+    "which the row does not have": "ask for a column of the rows, or rename one: "
+    "data.columns.OLD=NEW; a run with this does not start",
+    "did not return within": "make it faster, or raise rollout.env_timeout: in a run such a call "
+    "costs its trajectory",
+}
+OTHER_FAILURE = "catch it in reward_fn and return 0.0: in a run such a call costs its trajectory"
 NOT_HERE = r"(?i)connection refused|name resolution|name or service not known|no module named"
 ONLY_WITH_MODEL = {"run", "play", "group_reward_fn", "interact", "environment.step"}
 UNUSABLE = f"{NOT_HERE}|did not return"  # failures after which nothing more is tried
@@ -241,10 +248,8 @@ def find_failures(trial: Trial) -> Iterator[Finding]:
         if re.search(NOT_HERE, failure):
             yield Finding(Verdict.NOT_TRIED, failure)
         else:
-            advice = (
-                "catch it in reward_fn and return 0.0: in a run such a call costs its trajectory"
-            )
-            yield Finding(Verdict.PROBLEM, f"failure: {failure}", advice)
+            advices = [advice for cause, advice in FAILURE_ADVICE.items() if cause in failure]
+            yield Finding(Verdict.PROBLEM, f"failure: {failure}", [*advices, OTHER_FAILURE][0])
 
 
 def find_differences(first: Trial, second: Trial, where: str) -> Iterator[Finding]:

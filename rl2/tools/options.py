@@ -11,7 +11,8 @@ def env_parser() -> argparse.ArgumentParser:
     usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] [--attack] key=value ..."
     about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
     parser = argparse.ArgumentParser(usage=usage, description=about)
-    parser.add_argument("--rows", type=int, default=8, help="how many rows to use, the first (8)")
+    help_rows = "how many rows to use, the first (8)"
+    parser.add_argument("--rows", type=positive_int, default=8, help=help_rows)
     form = "one more form of an answer, such as 'Result: {}'"
     parser.add_argument("--form", action="append", default=[], help=form)
     attack = (
