@@ -240,3 +240,15 @@ def test_an_attack_tells_a_reward_that_rises_without_gold(name, tmp_path):
     else:
         assert not found, done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_attack_takes_another_algorithm(tmp_path):
+    code = 'def reward_fn(messages): return {"trained": len(messages[-1]["content"]), "gold": 0.0}'
+    (tmp_path / "env.py").write_text(code)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": "Write."}))
+    words = ["-m", "rl2", "env", tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl"]
+    words += ["--attack", "rollout.reward_weights.gold=0", "trainer.max_steps=1", "algo=rloo"]
+    done = run(*words, check=False, cwd=tmp_path)
+    assert "1 steps are too few" in done.stdout, done.stdout + done.stderr
+    done = run(*words, "trainer.save_best=auto", check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("problem in the configuration") == 1

@@ -39,7 +39,6 @@ DEFAULTS: dict[str, Any] = {
     "actor.freeze_steps": GOLD_STEPS,  # what the model earns before it learns
     "actor.gradient_checkpointing": False,
     "actor.scheduler": "linear",
-    "adv.norm_var": True,
     "rollout.train_sampling_params.max_new_tokens": 32,
     "rollout.engine": "local",
     "rollout.max_running": MAX_PROMPTS * NUM_RESPONSES,
@@ -47,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.n_epochs": 10_000,  # max_steps ends the run
     "trainer.watchdog": 0,
 }
+OF_ADVANTAGES = {"algo", "adv.estimator", "adv.norm_var"}
 LEARNING_RATE = 0.01  # of the new model
 LEARNING_RATE_OF_OWN = 4e-5  # of actor.model_name; that of the quickstart, with 135M weights
 MAX_TEXTS = 3
@@ -97,11 +97,13 @@ def attack(
                 "\n".join(texts_in(rows)),
             ]
             make_model(folder / "model", sources)
+        own = {key: value for key, value, _ in read_arguments(words).assignments}
         keys = {
             **DEFAULTS,
+            **({} if OF_ADVANTAGES & own.keys() else {"adv.norm_var": True}),
             "data.prompts_per_rollout": min(MAX_PROMPTS, len(rows)),
             "actor.lr": lr,
-            **{key: value for key, value, _ in read_arguments(words).assignments},
+            **own,
             "actor.model_name": model_name,
             "trainer.save_dir": str(folder / "run"),
         }

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from rl2.config.parse import parse
-from rl2.config.problem import general_problem, refuse
+from rl2.config.problem import ConfigError, general_problem, refuse
 from rl2.config.schema import PPOConfig, RolloutConfig
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
@@ -442,6 +442,8 @@ def main() -> None:
             findings += attacks
         elif config.actor.model_name:
             play_model([*words, f"data.test_path={data.path}", f"data.test_limit={options.rows}"])
+    except ConfigError as error:  # of the attack
+        refuse(error.problems)
     except (ValueError, RuntimeError, OSError) as error:
         refuse([general_problem(str(error))])
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
