@@ -11,10 +11,12 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from common import LETTER_ENV, launch, make_model, read_untimed_metrics, run
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -307,6 +309,20 @@ def test_paths_and_an_env_file_work_as_well(model, tmp_path, unchanged_process):
     )
     assert "test/one/reward/mean" in first.metrics[0]
     assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(model):
+    keys = {
+        "data": {"batch_size": np.int64(4), "shuffle": np.bool_(False)},
+        "actor.lr": np.float64(0.5),
+        "actor.betas": [np.float32(0.5), torch.tensor(0.75)],
+        "trainer.max_steps": np.array(1),
+    }
+    trained = rl2.train("sft", rows=TALKS, model_name=model, **keys)
+    config = yaml.safe_load((trained.path / "config.yaml").read_text())
+    assert len(trained.metrics) == config["trainer"]["max_steps"] == 1
+    assert config["data"]["batch_size"] == 4 and config["data"]["shuffle"] is False
+    assert config["actor"]["lr"] == 0.5 and config["actor"]["betas"] == [0.5, 0.75]
 
 
 def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_process):

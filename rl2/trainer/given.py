@@ -62,11 +62,7 @@ class Inputs:
     def set_value(self, argument: str, key: str, value: Any) -> None:
         """Sets the key that an argument of `rl2.train` stands for. ValueError if it has a value."""
         self._claim(key, argument)
-        if isinstance(value, PurePath):
-            value = str(value)
-        elif isinstance(value, tuple):
-            value = list(value)
-        self.values[key] = value
+        self.values[key] = _plain(value)
 
     def set_rows(self, argument: str, key: str, rows: Any) -> None:
         """Sets the key to a path, or to the file of rows. ValueError for rows that are no JSON."""
@@ -110,6 +106,17 @@ class Inputs:
             if f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}."):
                 raise ValueError(f"{other} and {argument}: both set {key}; give one of them")
         self.arguments[key] = argument
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of Python code as a file of keys would give it."""
+    if hasattr(value, "tolist"):  # a number or an array of NumPy or torch
+        return value.tolist()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def remove(files: Iterable[Path]) -> None:
