@@ -366,14 +366,20 @@ def check_allocator(engine: str) -> Iterator[Problem]:
 
 
 def check_adapters(config: PPOConfig) -> Iterator[Problem]:
-    """Whether the engine can apply adapters, and whether an evaluation has them."""
+    """Whether the engine can apply adapters, and whether an evaluation has them and their base."""
     actor, rollout = config.actor, config.rollout
     if not actor.lora_rank:
         return
     obstacle = adapter_obstacle(config)
     if rollout.lora == "adapter" and obstacle is not None:
         yield wrong_value("rollout.lora", "adapter", f"{obstacle}; set merged")
-    if config.trainer.eval_only and actor.adapter and not sends_adapters(config):
+    if config.trainer.eval_only and actor.quantize_base:
+        reason = (
+            "with trainer.eval_only=true the engine reads the files of actor.model_name, which are "
+            "not in 4 bits: give a model that a run has exported, or leave the key out"
+        )
+        yield wrong_value("actor.quantize_base", actor.quantize_base, reason)
+    elif config.trainer.eval_only and actor.adapter and not sends_adapters(config):
         reason = (
             "with trainer.eval_only=true the engine reads the files of actor.model_name, without "
             "these adapters: give the merged model, or set rollout.lora=adapter"
