@@ -22,6 +22,8 @@ FILES = {
     "adapter/adapter_model.safetensors": "",
     "dora/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": true}',
     "dora/adapter_model.safetensors": "",
+    "reward/adapter_config.json": '{"peft_type": "LORA", "r": 8, "modules_to_save": ["score"]}',
+    "reward/adapter_model.safetensors": "",
     "env.py": "",
     "note.txt": "",
     "list.yaml": "- a",

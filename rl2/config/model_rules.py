@@ -150,10 +150,14 @@ def check_lora(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     """Whether there can be adapters."""
     if worker.adapter:
         try:
-            rank = read_adapter_config(worker.adapter)["r"]
+            settings = read_adapter_config(worker.adapter)
         except ValueError as error:
             yield wrong_value(f"{name}.adapter", worker.adapter, str(error))
             return
+        if name == "actor" and settings.get("modules_to_save"):
+            reason = "they are of a reward model or a critic, with its head: give critic.adapter"
+            yield wrong_value("actor.adapter", worker.adapter, reason)
+        rank = settings["r"]
         if worker.lora_rank != rank:
             reason = f"the adapters in {worker.adapter} have rank {rank}; leave the key out"
             yield wrong_value(f"{name}.lora_rank", worker.lora_rank, reason)
