@@ -134,6 +134,8 @@ def test_a_run_that_needs_experts_is_told_where_they_are_missing(tmp_path):
         SavedRollouts(tmp_path / "a", StartModel("tiny"), 7, needs_experts=True).collect(1)
     trajectory.samples[0].experts = [np.ones((2, 3, 1), np.int16)]
     folder = write_run(tmp_path / "b", [trajectory], 7)
+    with pytest.raises(ValueError, match="routing_replay=true: tiny .* not those of another"):
+        SavedRollouts(folder, StartModel("another"), 7, needs_experts=True)
     [again] = SavedRollouts(folder, StartModel("tiny"), 7, needs_experts=True).collect(1)
     assert again.samples[0].experts[0].tolist() == trajectory.samples[0].experts[0].tolist()
 

@@ -74,8 +74,8 @@ class SavedRollouts:
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. The actor has started from `start_model`. `is_own`: this run itself sampled them,
     with the weights that its actor has in each step or, if it `was_ahead`, had before. ValueError
-    if a step has no tokens, if they have another `meaning`, or no experts where the run
-    `needs_experts`.
+    if a step has no tokens, if they have another `meaning`, or no experts of this model where the
+    run `needs_experts`.
     """
 
     is_exhausted = False  # the first step comes again after the last
@@ -103,7 +103,14 @@ class SavedRollouts:
                 "1, 2, ...: give the folder of a run with trainer.save_tokens=true from its first "
                 "step on"
             )
-        self.has_same_model = _read_start_model(Path(path, "config.yaml")) == start_model
+        saved_model = _read_start_model(Path(path, "config.yaml"))
+        self.has_same_model = saved_model == start_model
+        if needs_experts and saved_model.model_name != start_model.model_name:
+            raise ValueError(
+                f"actor.routing_replay=true: {saved_model.model_name} has sampled {path}, and the "
+                f"experts that it chose are not those of {start_model.model_name}: leave it out, "
+                "or train that model"
+            )
         self.clips_to_sampler = True
 
     def collect(self, step: int) -> list[Trajectory]:
