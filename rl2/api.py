@@ -15,9 +15,16 @@ Rows = str | PurePath | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run in its folder, finished or not. Everything is read from the folder when asked for."""
+    """A run in its folder, finished or not. Everything is read from the folder when asked for.
+
+    FileNotFoundError if there is no such folder.
+    """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_dir():
+            raise FileNotFoundError(f"{self.path}: there is no such run; `rl2 ls` lists the runs")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

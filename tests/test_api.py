@@ -257,6 +257,11 @@ def test_ctrl_c_in_training_saves_and_the_same_call_resumes(train, model, unchan
     assert weights(resumed) == changed
 
 
+def test_a_run_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="typo"):
+        rl2.Run(tmp_path / "typo")
+
+
 @pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
 def test_a_second_ctrl_c_ends_the_run_at_once(train, model, unchanged_process):
     with pytest.raises(KeyboardInterrupt):
