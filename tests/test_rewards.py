@@ -43,7 +43,10 @@ def two_processes():
     """Fewer processes of math-verify, whose start takes seconds, for all tests of this file."""
     maths._pool(os.getpid()).shutdown()
     maths._pool.cache_clear()
-    psutil.wait_procs(math_verify_processes(), timeout=60)  # those of an earlier file
+    earlier = math_verify_processes()  # of another file
+    for process in earlier:
+        process.kill()
+    psutil.wait_procs(earlier, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maths, "MAX_PROCESSES", 2)
         yield
