@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
-from rl2.model.head import head_scores
+from rl2.model.head import HeadInputs, head_scores
 from rl2.model.logits import LogitSettings
 
 
@@ -23,7 +23,7 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows, m
     d_logps = torch.randn(23)
     d_entropy = torch.randn(23)
     for with_entropy in (False, True):
-        logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
+        logps, entropy = head_scores(HeadInputs(hidden, weight, temperature), targets, with_entropy)
         doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
         assert (entropy is not None) == with_entropy
@@ -64,10 +64,8 @@ def test_a_softmax_among_candidates(monkeypatch, exact, most_kept, dtype):
     ]
     counts = torch.tensor([len(x) for x in ids])
     logps, entropy = head_scores(
-        hidden,
-        weight,
+        HeadInputs(hidden, weight, 0.7),
         targets,
-        temperature=0.7,
         with_entropy=True,
         exact=exact,
         candidates=CandidateMask.of(counts, torch.cat(ids)),
@@ -105,15 +103,16 @@ def test_the_logits_of_bf16_factors_are_fp32(monkeypatch):
     log_p = (hidden.double() @ weight.double().T).log_softmax(-1)
     expected = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
-    fine = head_scores(hidden, weight, targets, with_entropy=True)
+    fine = head_scores(HeadInputs(hidden, weight), targets, with_entropy=True)
     # fp32 has steps of 4e-6 where a log-probability is between -32 and -64.
     torch.testing.assert_close(fine[0].double(), expected, rtol=3e-7, atol=1e-6)
     torch.testing.assert_close(fine[1].double(), entropy, rtol=0, atol=3e-5)
-    coarse, _ = head_scores(hidden, weight, targets, dtype=torch.bfloat16)
+    coarse, _ = head_scores(HeadInputs(hidden, weight, dtype=torch.bfloat16), targets)
     assert (coarse - expected).abs().max() > 0.05
     # A head is never coarser than what it is given.
-    same = head_scores(hidden.float(), weight.float(), targets, dtype=torch.bfloat16)
-    assert torch.equal(same[0], head_scores(hidden.float(), weight.float(), targets)[0])
+    factors = hidden.float(), weight.float()
+    same = head_scores(HeadInputs(*factors, dtype=torch.bfloat16), targets)
+    assert torch.equal(same[0], head_scores(HeadInputs(*factors), targets)[0])
 
 
 def test_gradients_of_bf16_factors(monkeypatch):
@@ -124,7 +123,7 @@ def test_gradients_of_bf16_factors(monkeypatch):
     doubles = [x.detach().double().requires_grad_() for x in factors]
     log_p = (doubles[0] @ doubles[1].T).log_softmax(-1).gather(1, targets[:, None])
     expected = torch.autograd.grad(log_p.sum(), doubles)
-    gradients = torch.autograd.grad(head_scores(*factors, targets)[0].sum(), factors)
+    gradients = torch.autograd.grad(head_scores(HeadInputs(*factors), targets)[0].sum(), factors)
     for gradient, right in zip(gradients, expected, strict=True):
         assert gradient.dtype == torch.bfloat16
         assert (gradient - right).norm() < 4e-3 * right.norm()
@@ -147,7 +146,7 @@ def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
         return products
 
     monkeypatch.setattr(LogitSettings, "products", counted)
-    logps, _ = head_scores(hidden, weight.requires_grad_(), targets)
+    logps, _ = head_scores(HeadInputs(hidden, weight.requires_grad_()), targets)
     assert sum(converted) == 3000 and max(converted) <= 700
     logps.sum().backward()
     assert sum(converted) == 6000
@@ -164,7 +163,7 @@ def test_a_frozen_head_costs_no_gradient_and_kept_logits_no_product(
     flops = []
     gradients = []
     for head_weight in (weight, weight.detach()):
-        logps, _ = head_scores(hidden, head_weight, torch.arange(5))
+        logps, _ = head_scores(HeadInputs(hidden, head_weight), torch.arange(5))
         with FlopCounterMode(display=False) as counter:
             gradients += torch.autograd.grad(logps.sum(), hidden)
         flops.append(counter.get_total_flops())
@@ -181,23 +180,26 @@ def test_kept_logits_give_the_same_bits(monkeypatch, num_pairs, exact, temperatu
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
     hidden, weight, targets = bf16_head(num_pairs)
     factors = [hidden.requires_grad_(), weight.requires_grad_()]
+    head = HeadInputs(*factors, temperature)
     results = []
     for most_kept in (0, 2**27):
         monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
-        logps, entropy = head_scores(*factors, targets, temperature, True, exact=exact)
+        logps, entropy = head_scores(head, targets, True, exact=exact)
         gradients = torch.autograd.grad((logps + entropy).sum(), factors)
         results.append([logps, entropy, *gradients])
     for again, kept in zip(*results, strict=True):
         assert torch.equal(again, kept)
     with torch.no_grad():
-        plain, _ = head_scores(*factors, targets, temperature, True, exact=exact)
+        plain, _ = head_scores(head, targets, True, exact=exact)
     assert torch.equal(plain, results[0][0])
 
 
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    logps, entropy = head_scores(hidden, weight, torch.tensor([0, 0]), with_entropy=True)
+    logps, entropy = head_scores(
+        HeadInputs(hidden, weight), torch.tensor([0, 0]), with_entropy=True
+    )
     torch.testing.assert_close(logps, torch.tensor([0.0, -400.0]))
     torch.testing.assert_close(entropy, torch.zeros(2))
     (logps + entropy).sum().backward()

@@ -150,17 +150,9 @@ def test_a_biased_and_capped_head(monkeypatch, exact, most_kept, candidates):
         outside = torch.rand(23, 37) < 0.5
         outside[range(23), targets] = False
         mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
-    logps, entropy = head_scores(
-        factors[0],
-        factors[1],
-        targets,
-        0.7,
-        True,
-        exact=exact,
-        bias=factors[2],
-        candidates=mask,
-        cap=2.5,
-    )
+    hidden, weight, bias = factors
+    head = HeadInputs(hidden, weight, 0.7, bias=bias, cap=2.5)
+    logps, entropy = head_scores(head, targets, True, exact=exact, candidates=mask)
     doubles = [x.detach().double().requires_grad_() for x in factors]
     logits = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9)
     log_p = logits.log_softmax(-1)

@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from rl2.model.head import head_scores
+from rl2.model.head import HeadInputs, head_scores
 
 
 def plain(hidden, weight, targets):
@@ -26,11 +26,11 @@ def plain(hidden, weight, targets):
 
 
 def chunked(hidden, weight, targets):
-    return head_scores(hidden, weight, targets)[0]
+    return head_scores(HeadInputs(hidden, weight), targets)[0]
 
 
 def chunked_bf16(hidden, weight, targets):
-    return head_scores(hidden, weight, targets, dtype=torch.bfloat16)[0]
+    return head_scores(HeadInputs(hidden, weight, dtype=torch.bfloat16), targets)[0]
 
 
 VARIANTS = {"plain": plain, "chunked": chunked, "chunked_bf16": chunked_bf16}

@@ -50,19 +50,14 @@ def full_kl(
         )
     num_shared = min(len(policy.weight), len(teacher.weight))
     settings = KLSettings(
-        policy=_logit_settings(policy, candidates),
-        teacher=_logit_settings(teacher, candidates),
+        policy=policy.logit_settings(candidates),
+        teacher=teacher.logit_settings(candidates),
         group=group,
         compile=compile,
     )
     return _FullKL.apply(
         *_first_tokens(policy, num_shared), *_first_tokens(teacher, num_shared), settings
     )
-
-
-def _logit_settings(head: HeadInputs, candidates: CandidateMask | None) -> LogitSettings:
-    dtype = torch.promote_types(head.dtype, head.hidden.dtype)
-    return LogitSettings(head.divisor, dtype, head.cap, candidates)
 
 
 def _first_tokens(head: HeadInputs, count: int) -> tuple[Tensor, Tensor, Tensor | None]:

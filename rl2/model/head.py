@@ -37,6 +37,11 @@ class HeadInputs:
     bias: Tensor | None = None  # [V], or this process's part
     cap: float | None = None  # of the logits before their division
 
+    def logit_settings(self, candidates: CandidateMask | None) -> LogitSettings:
+        """How the logits are computed, where each softmax is among the candidates."""
+        dtype = torch.promote_types(self.dtype, self.hidden.dtype)
+        return LogitSettings(self.divisor, dtype, self.cap, candidates)
+
 
 @dataclass(frozen=True)
 class HeadSettings:
@@ -65,53 +70,44 @@ def logit_cap(config: Any) -> float | None:
 
 
 def head_scores(
-    hidden: Tensor,
-    weight: Tensor,
+    head: HeadInputs,
     targets: Tensor,
-    temperature: float = 1.0,
     with_entropy: bool = False,
+    *,
     group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype = torch.float32,
     compile: bool = False,
     exact: bool = False,
     candidates: CandidateMask | None = None,
-    bias: Tensor | None = None,
-    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
+    """targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
-    They are those of softmax(hidden @ weight.T / temperature): of each target, and of the whole.
-    The logits are rounded to `dtype`, or to the type of `hidden` if that is finer. In bf16 those
-    between 16 and 32 are multiples of 1/8. `bias` [V] is added to them. With `cap` a logit x
+    They are those of softmax(hidden @ weight.T / divisor): of each target, and of the whole. The
+    products are rounded to `head.dtype`, or to the type of `hidden` if that is finer. In bf16 those
+    between 16 and 32 are multiples of 1/8. The bias [V] is added to them. With a cap a logit x
     becomes cap * tanh(x / cap), before the division.
 
-    The entropies are None without `with_entropy`. With `group`, weight is this process's part of
-    the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
-    one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have the
-    bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is among
-    these tokens only.
+    The entropies are None without `with_entropy`. With `group`, the weight is this process's part
+    of the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits
+    is one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have
+    the bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is
+    among these tokens only.
     """
     keeps_logits = (
         torch.is_grad_enabled()
-        and hidden.requires_grad
-        and device_kind(hidden.device) == "cpu"
+        and head.hidden.requires_grad
+        and device_kind(head.hidden.device) == "cpu"
         and not compile  # columns of kept logits have other strides at each length
-        and len(hidden) * len(weight) <= MOST_KEPT_LOGITS
+        and len(head.hidden) * len(head.weight) <= MOST_KEPT_LOGITS
     )
     settings = HeadSettings(
-        logits=LogitSettings(
-            divisor=temperature,
-            dtype=torch.promote_types(dtype, hidden.dtype),
-            cap=cap,
-            candidates=candidates,
-        ),
+        logits=head.logit_settings(candidates),
         with_entropy=with_entropy,
         group=group,
         compile=compile,
         exact=exact,
         keeps_logits=keeps_logits,
     )
-    return _Head.apply(hidden, weight, bias, targets, settings)
+    return _Head.apply(head.hidden, head.weight, head.bias, targets, settings)
 
 
 def candidate_mask(

@@ -128,18 +128,13 @@ class TokenModel(nn.Module):
             pack.candidate_counts, pack.candidate_ids, len(head.weight), self.tp
         )
         logps, entropy = head_scores(
-            head.hidden,
-            head.weight,
+            head,
             pack.targets,
-            temperature=head.divisor,
-            with_entropy=with_entropy,
+            with_entropy,
             group=self.tp,
-            dtype=head.dtype,
             compile=self.compile_head,
             exact=self.exactness.is_on,
             candidates=candidates,
-            bias=head.bias,
-            cap=head.cap,
         )
         scores = TokenScores(logps=logps, entropy=entropy)
         if teacher is not None:

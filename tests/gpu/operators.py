@@ -12,7 +12,7 @@ from tools import DEVICE, DRY, error, seconds
 
 from rl2.attention.kernels import Block, backward_block, forward_block
 from rl2.attention.ring import PackedAttention
-from rl2.model.head import head_scores
+from rl2.model.head import HeadInputs, head_scores
 from rl2.packing import zigzag
 
 # Errors of log-probabilities and entropies against fp32: of nearly all, and of any.
@@ -141,7 +141,7 @@ def head():
         assert errors["d_hidden"] < 0.02 and errors["d_weight"] < 0.02, errors
 
     def chunked_pass():
-        head_scores(hidden, weight, targets)[0].sum().backward()
+        head_scores(HeadInputs(hidden, weight), targets)[0].sum().backward()
 
     def plain_pass():
         plain_head(hidden, weight, targets, 1.0, torch.bfloat16)[0].sum().backward()
@@ -165,7 +165,7 @@ def plain_head(hidden, weight, targets, temperature, dtype=torch.float32):
 
 def head_errors(hidden, weight, targets, temperature, with_entropy) -> dict[str, float]:
     """Largest errors of the values, which are checked, and relative errors of the gradients."""
-    logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
+    logps, entropy = head_scores(HeadInputs(hidden, weight, temperature), targets, with_entropy)
     expected, expected_entropy = plain_head(hidden, weight, targets, temperature)
     errors = {"logps": largest_error(logps, expected)}
     d_logps = torch.randn(len(targets), device=DEVICE)
