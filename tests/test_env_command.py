@@ -160,10 +160,6 @@ MISTAKES = {
     "no data": (["data.path=/no/such.jsonl"], "no such file"),
     "no file": (["no_such_env", "data.path=/no/such.jsonl"], "no ready-made env of that name"),
     "no row": (["gsm8k", "data.path=EMPTY"], "has no rows"),
-    "no rows asked for": (
-        ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "--rows", "0"],
-        "argument --rows",
-    ),
     "no code": (["SYNTAX", "data.path=examples/rows/gsm8k.jsonl"], "invalid syntax"),
     "no reward": (["NOTHING", "data.path=examples/rows/gsm8k.jsonl"], "found none"),
     "nothing to compare the reward with": (
@@ -187,7 +183,13 @@ def test_a_mistake_of_the_user_is_told_in_words(name, tmp_path, monkeypatch, cap
         words = [word.replace(file, str(path)) for word in words]
     monkeypatch.chdir(ROOT)
     status, _, err = try_env(words, monkeypatch, capsys)
-    assert status == 2 and expected in err, err
+    assert status == 2 and expected in err and "problem" in err, err
+
+
+def test_no_rows_are_refused(monkeypatch, capsys):
+    words = ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "--rows", "0"]
+    status, _, err = try_env(words, monkeypatch, capsys)
+    assert status == 2 and "argument --rows" in err, err
 
 
 def test_a_model_answers(tmp_path):
