@@ -22,9 +22,8 @@ RL_WEIGHTS = {
 
 
 def add_weights(run: ArgumentParser, one: ArgumentParser) -> None:
-    """Adds the kinds of RL_WEIGHTS to the commands of a study: all that `run` compares."""
+    """Adds the kinds of RL_WEIGHTS to both commands of a study. `run` compares several."""
     run.add_argument("--weights", nargs="*", choices=RL_WEIGHTS, default=["stored"])
-    one.add_argument("model")
     one.add_argument("weights", choices=RL_WEIGHTS)
 
 

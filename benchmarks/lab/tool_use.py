@@ -165,6 +165,7 @@ def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "tool_use")
     run.add_argument("model", help="folder of the model")
     run.add_argument("--sft-steps", type=int, default=5)
+    one.add_argument("model")
     add_weights(run, one)
     one.add_argument("sft_steps", type=int)
     one.add_argument("seed", type=int)

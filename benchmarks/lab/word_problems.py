@@ -209,6 +209,7 @@ def make_jobs(arguments) -> list[Job]:
 def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "word_problems")
     run.add_argument("model", help="folder of the model")
+    one.add_argument("model")
     add_weights(run, one)
     one.add_argument("seed", type=int)
     run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)

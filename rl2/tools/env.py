@@ -248,8 +248,9 @@ def find_failures(trial: Trial) -> Iterator[Finding]:
         if re.search(NOT_HERE, failure):
             yield Finding(Verdict.NOT_TRIED, failure)
         else:
-            advices = [advice for cause, advice in FAILURE_ADVICE.items() if cause in failure]
-            yield Finding(Verdict.PROBLEM, f"failure: {failure}", [*advices, OTHER_FAILURE][0])
+            advices = (advice for cause, advice in FAILURE_ADVICE.items() if cause in failure)
+            advice = next(advices, OTHER_FAILURE)
+            yield Finding(Verdict.PROBLEM, f"failure: {failure}", advice)
 
 
 def find_differences(first: Trial, second: Trial, where: str) -> Iterator[Finding]:
