@@ -23,6 +23,7 @@ from rl2.parallel.offload import (
     wait_for_copies,
     zeros_like_all,
 )
+from rl2.rounding import ceil_div
 
 # A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
 ShardedParameter = Any
@@ -219,7 +220,7 @@ class AdamW8bit:
         for parameter in self.matrices.values():
             shard = local_shard(parameter)
             *rows, width = shard.shape
-            num_blocks = -(-width // BLOCK)
+            num_blocks = ceil_div(width, BLOCK)
             codes = shard.new_empty((), dtype=torch.uint8).expand(*rows, num_blocks * BLOCK)
             scales = shard.new_empty(()).expand(*rows, num_blocks)
             likes += [codes, scales, codes, scales]
@@ -284,7 +285,7 @@ class AdamW8bit:
         for name, parameter in self.matrices.items():
             wait_for_copies(parameter.device)
             entries[f"state.{name}.step"] = torch.tensor(float(self.num_steps))
-            num_blocks = -(-parameter.shape[-1] // BLOCK)
+            num_blocks = ceil_div(parameter.shape[-1], BLOCK)
             for key, shard in self.states[name].items():
                 width = num_blocks * BLOCK if key.endswith("codes") else num_blocks
                 entries[f"state.{name}.{key}"] = as_sharded(shard, parameter, width)
@@ -424,7 +425,7 @@ class WeightSample:
         for parameter in parameters:
             if parameter.dtype != compute_dtype:
                 # The rows do not depend on how many parts there are, up to where each begins.
-                every = -(-parameter.numel() // SAMPLED_WEIGHTS)
+                every = ceil_div(parameter.numel(), SAMPLED_WEIGHTS)
                 rows = local_shard(parameter).detach()[::every].clone()
                 self.before.append((parameter, every, rows))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl2.batch import Batch, Pack, scored_spans
+from rl2.rounding import ceil_div
 
 Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
 Rows = tuple[int, ...]
@@ -181,12 +182,12 @@ def _fill_bins(units: list[Bin], num_ranks: int, budget: int, kind: str) -> list
     units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
     # No bin holds more than the budget, or two units of more than half of it.
     fewest_bins = max(
-        -(-sum(unit.tokens for unit in units) // budget),
+        ceil_div(sum(unit.tokens for unit in units), budget),
         sum(2 * unit.tokens > budget for unit in units),
     )
     # `too_few` micro-batches cannot hold all units. The strides of the search double until it has
     # found enough of them, and then halve.
-    too_few = max(1, -(-fewest_bins // num_ranks)) - 1
+    too_few = max(1, ceil_div(fewest_bins, num_ranks)) - 1
     stride = 1
     while (bins := _place_units(units, (too_few + stride) * num_ranks, budget)) is None:
         too_few += stride

@@ -24,6 +24,7 @@ from rl2.attention.capped import attend_capped, attend_capped_backward
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
 from rl2.parallel.rank import is_first_rank
 from rl2.progress import expecting, mark
+from rl2.rounding import round_up
 
 aten = torch.ops.aten
 NO_DROPOUT = 0.0
@@ -86,7 +87,7 @@ class Block:
             width = num_queries
             call = s  # a long document has a call of its own
             if num_queries <= SHORT_DOCUMENT_TOKENS:
-                width = -(-num_queries // WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
+                width = round_up(num_queries, WIDTH_MULTIPLE_TOKENS)
                 call = -1
             groups.setdefault((width, num_keys, call), []).append(s)
         return [self._call(width, documents) for (width, _, _), documents in groups.items()]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS, attend_pages
 from rl2.attention.ring import PackedAttention
+from rl2.rounding import ceil_div, round_up
 
 GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
 PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
@@ -191,7 +192,7 @@ class PagedKVCache(KVCache):
         """See KVCache."""
         for layer, keys_and_values in kv.items():
             length = keys_and_values[0].shape[1]
-            num_pages = -(-length // PAGE_SIZE_TOKENS)
+            num_pages = ceil_div(length, PAGE_SIZE_TOKENS)
             padding = num_pages * PAGE_SIZE_TOKENS - length
             keys, values = self._reserve(layer, keys_and_values, num_pages)
             for pages, new in zip((keys.mT, values), keys_and_values, strict=True):
@@ -289,7 +290,7 @@ class DenseKVCache(KVCache):
             self.layers[layer] = [self._zeros(tensor, 0) for tensor in like]
         missing = num_keys - self.layers[layer][0].shape[2]
         if missing > 0:
-            missing = -(-missing // GROWTH_TOKENS) * GROWTH_TOKENS
+            missing = round_up(missing, GROWTH_TOKENS)
             self.layers[layer] = [
                 torch.cat([old, self._zeros(old, missing)], 2) for old in self.layers[layer]
             ]

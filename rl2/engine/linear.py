@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2.attention.pages import MIN_ROWS, exact_factors, queries_are_independent
+from rl2.rounding import ceil_div
 
 STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 
@@ -68,7 +69,7 @@ def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _repeat_rows(weight: Tensor, count: int) -> Tensor:
     """The first `count` rows of the weight, from the first one on again if it has fewer."""
-    return weight[:count].repeat(-(-count // len(weight)), 1)[:count]
+    return weight[:count].repeat(ceil_div(count, len(weight)), 1)[:count]
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

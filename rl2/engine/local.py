@@ -62,6 +62,7 @@ from rl2.model.logits import capped
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.routing import Routing
 from rl2.model.towers import language_model_class
+from rl2.rounding import round_up
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
 MIN_SHARED_TOKENS = 8  # a shorter common beginning of prompts is not worth a call of its own
@@ -434,7 +435,7 @@ class LocalEngine(Engine):
         if self.exact:
             num_rows = max(MIN_ROWS, len(tokens))
             if len(prompts) > 1:  # such numbers were tried, see rows_are_independent
-                num_rows = _round_up(num_rows, STEP_ROWS_MULTIPLE)
+                num_rows = round_up(num_rows, STEP_ROWS_MULTIPLE)
             padding = [0] * (num_rows - len(tokens))
             tokens += padding
             positions += padding
@@ -494,7 +495,7 @@ class LocalEngine(Engine):
         if self.has_constant_shapes:
             return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
-        num_rows = _round_up(len(busy), STEP_ROWS_MULTIPLE)
+        num_rows = round_up(len(busy), STEP_ROWS_MULTIPLE)
         if self.exact:
             num_rows = max(num_rows, MIN_ROWS)
         num_rows = min(num_rows, self.max_running_requests)
@@ -506,8 +507,3 @@ class LocalEngine(Engine):
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows
-
-
-def _round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is not below the number."""
-    return -(-number // multiple) * multiple

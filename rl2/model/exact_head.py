@@ -13,6 +13,7 @@ from torch import Tensor
 from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.error_report import Diverged
 from rl2.model.logits import LogitSettings, capped
+from rl2.rounding import ceil_div
 
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
 
@@ -78,7 +79,7 @@ def exact_scores(
     weight = weight.to(settings.dtype)
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, logits_per_slice // len(weight))
-    num_slices = -(-len(hidden) // most_rows)
+    num_slices = ceil_div(len(hidden), most_rows)
     kept = hidden.new_empty(len(hidden), len(weight)) if keeps_logits else None
     rows = zip(
         hidden.tensor_split(num_slices),

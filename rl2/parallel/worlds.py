@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2 import progress
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, broadcast_object, choose_backend
+from rl2.rounding import round_up
 
 # Bytes of weights that travel together. The trainers gather the next ones meanwhile.
 BUCKET_BYTES = 2**26
@@ -122,10 +123,12 @@ class Link:
         """Yields what `send_weights` sends. All samplers iterate to the end."""
         assert self.requests is not None
         while entries := self.receive():
-            sizes = [_padded(shape.numel() * dtype.itemsize) for _, dtype, shape in entries]
-            flat = self.requests.receive_tensor(torch.empty(sum(sizes), dtype=torch.uint8))
-            for (name, dtype, shape), part in zip(entries, flat.split(sizes), strict=True):
-                yield name, part[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            sizes = [shape.numel() * dtype.itemsize for _, dtype, shape in entries]
+            padded = [round_up(size, ALIGNMENT) for size in sizes]
+            flat = self.requests.receive_tensor(torch.empty(sum(padded), dtype=torch.uint8))
+            for entry, size, part in zip(entries, sizes, flat.split(padded), strict=True):
+                name, dtype, shape = entry
+                yield name, part[:size].view(dtype).view(shape)
             progress.mark()
 
     # From the samplers to the trainers.
@@ -186,14 +189,10 @@ def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple
 
 def _flatten(bucket: list[tuple[str, Tensor]]) -> Tensor:
     """The bytes of the tensors one after the other, in host memory."""
-    sizes = [_padded(tensor.nbytes) for _, tensor in bucket]
+    sizes = [round_up(tensor.nbytes, ALIGNMENT) for _, tensor in bucket]
     flat = torch.zeros(sum(sizes), dtype=torch.uint8)
     for (_, tensor), part in zip(bucket, flat.split(sizes), strict=True):
         # A view of no dimension, such as a buffer's number, has no bytes to look at.
         source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         part[: tensor.nbytes].copy_(source)
     return flat
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

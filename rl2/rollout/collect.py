@@ -32,6 +32,7 @@ from rl2.rollout.trajectory import (
     place_reward,
     trajectory_key,
 )
+from rl2.rounding import ceil_div
 
 ALL_SOLVED = (
     "every training prompt has reached the mean reward rollout.drop_solved: nothing is left to "
@@ -367,7 +368,7 @@ class Collector:
     ) -> dict[int, Group]:
         """Plays the groups of the schedule. Returns those of this process's engine by number."""
         # An estimate: engines claim groups first come, first served, so none knows its share.
-        num_groups = -(-schedule.num_needed // self.player.engine.count)
+        num_groups = ceil_div(schedule.num_needed, self.player.engine.count)
         title = "rollout" if split == "train" else split
         with progress.Bar(title, num_groups, "groups", dist.get_rank() == 0) as bar:
             rollout = Rollout(

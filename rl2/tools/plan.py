@@ -31,6 +31,7 @@ from rl2.model.folder import check_config
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import make_optimizer
 from rl2.parallel.device import GIB, PLANNED_DEVICE
+from rl2.rounding import ceil_div, round_up
 from rl2.run.memory_plan import (
     Plan,
     automatic_sections,
@@ -225,7 +226,7 @@ def full_batch(
     if inference and config.max_inference_length_per_device:
         budget = config.max_inference_length_per_device
     budget *= config.sp_size
-    in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
+    in_micro_batch = round_up(ceil_div(budget, longest), row_multiple)
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
     names = Batch.__annotations__.keys() - {"candidates", "experts", "hinted"}
