@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import ENGINES, choose_engine
-from rl2.engine import cache, linear, sglang, vllm
+from rl2.engine import cache, linear, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
 from rl2.engine.select import default_max_running
 from rl2.engine.select import make_engine as make_selected_engine
+from rl2.engine.vllm_start import engine_arguments
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -89,7 +90,8 @@ def test_vllm_takes_its_share_of_the_free_memory_of_a_gpu(llama, monkeypatch, sh
     settings = EngineSettings(
         llama, torch.bfloat16, torch.device("cuda", 0), gpu_memory_utilization=share, rank=1
     )
-    arguments = vllm._engine_arguments(settings, object)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    arguments = engine_arguments(settings, model, sampler=object)
     assert arguments["gpu_memory_utilization"] == 0.375 and arguments["enable_sleep_mode"]
     assert (arguments["dtype"], arguments["seed"]) == ("bfloat16", 1)
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}

