@@ -72,6 +72,7 @@ WARNED = [  # (trainer, arguments, keys)
     ("ppo", "data.chat_template_kwargs.x=null", []),
     ("ppo", "actor.offload_model=true actor.clip=0.1", ["actor.offload_model", "actor.clip"]),
     ("ppo", "trainer.test_freq=5", ["trainer.test_freq"]),
+    ("ppo", "rollout.num_processes=1 trainer.rollouts_from=.", ["rollout.num_processes"]),
     ("ppo", "rollout.partial=true", []),
     ("ppo", "rollout.partial=true actor.correction=none", ["rollout.partial"]),
     ("ppo", "rollout.train_sampling_params.top_k=5", []),

@@ -146,6 +146,11 @@ WITH_TRAINING_ROWS = Condition(
     "with trainer.eval_only=true",
     is_harmless=True,
 )
+WITH_SAMPLING_AND_TRAINING = Condition(
+    lambda config, section: not (config.trainer.eval_only or config.trainer.rollouts_from),
+    "with trainer.eval_only or trainer.rollouts_from: all processes do the same",
+    is_harmless=True,
+)
 WITH_SOURCES = Condition(
     lambda config, section: isinstance(section.path, dict),
     "with one source of rows: name several with data.path.NAME=PATH",

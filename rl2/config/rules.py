@@ -47,6 +47,7 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     key_problems, warnings = check_keys(config, set_keys)
     problems += key_problems
     problems += check_data(config.data)
+    problems += check_experiment_name(config.trainer.experiment_name)
     problems += check_resume(config.trainer.resume)
     problems += check_best(config)
     problems += check_loggers(config.trainer.loggers)
@@ -148,6 +149,13 @@ def check_dpo(config: DPOConfig) -> Iterator[Problem]:
             "of the step: take 2 rows or more"
         )
         yield wrong_value("data.batch_size", 1, reason)
+
+
+def check_experiment_name(name: str) -> Iterator[Problem]:
+    """Whether the name stays a folder below runs/, where the run writes by default."""
+    if ".." in Path(name).parts:
+        reason = "it is a folder below runs/; choose a name such as first"
+        yield wrong_value("trainer.experiment_name", name, reason)
 
 
 def check_resume(resume: str) -> Iterator[Problem]:

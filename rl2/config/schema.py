@@ -36,6 +36,7 @@ from rl2.config.conditions import (
     WITH_RANDOMNESS,
     WITH_ROUNDED_WEIGHTS,
     WITH_SAMPLING,
+    WITH_SAMPLING_AND_TRAINING,
     WITH_SOURCES,
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
@@ -762,6 +763,7 @@ class RolloutConfig(PlayConfig):
         "ones of the job; 0: all processes do both, one after the other",
         common=True,
         identity=True,
+        only_if=WITH_SAMPLING_AND_TRAINING,
     )
     lora: str = key(
         "auto",
