@@ -71,6 +71,7 @@ def test_both_models_answer_and_remember(folder):
     assert "model: abc\n" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_start_model_has_the_adapters_that_were_trained_further(folder):
     """Training moves nothing here, so the start model says what the model of the run says."""
     base = folder / "tiny"

@@ -175,6 +175,7 @@ def test_a_call_that_blocks_the_loop_again_and_again_is_late(tmp_path):
     env.close()
 
 
+@pytest.mark.nightly
 def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypatch, caplog):
     gc.collect()  # a finalizer of an earlier test in one of the threads would take its exception
     env = load(

@@ -177,8 +177,8 @@ def difference(batch, worker, temperature=1.0) -> float:
         *zip(OTHER_FAMILIES, itertools.cycle(["bfloat16", "float32"]), itertools.repeat(1)),
         # Two threads wait for each other while other tests run, and divide all products alike.
         ("llama", "bfloat16", 2),
-        ("mistral with a window", "bfloat16", 2),
-        ("qwen3", "float32", 2),
+        pytest.param("mistral with a window", "bfloat16", 2, marks=pytest.mark.nightly),
+        pytest.param("qwen3", "float32", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_log_probabilities_are_equal_before_and_after_an_update(

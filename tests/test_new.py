@@ -39,6 +39,7 @@ def shell(tmp_path):
     return run
 
 
+@pytest.mark.nightly
 def test_what_it_prints_can_be_typed(tmp_path, monkeypatch, capsys, shell):
     """In a folder whose name needs quotes. Only the training is made shorter."""
     monkeypatch.chdir(tmp_path)

@@ -200,6 +200,7 @@ def test_every_layout_equals_one_process(tmp_path, device):
             torch.testing.assert_close(actual, weight, rtol=0, atol=1e-6, msg=f"{layout} {key}")
 
 
+@pytest.mark.nightly
 def test_grpo_learns_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
     """The reference is the quantised base, and the engine has the weights of the trainer."""
     model = make_model(tmp_path / "tiny", **SIZES)

@@ -50,6 +50,7 @@ def execute(client, source, note=lambda printed: None):
     return printed, kinds
 
 
+@pytest.mark.nightly
 def test_the_notebook_trains_and_draws_and_its_stop_button_ends_a_run_after_its_step(
     tmp_path, kernel
 ):

@@ -152,6 +152,7 @@ def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correc
     assert all((weights[name] == expected[name]).all() for name in expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "keys",
     [["rollout.max_staleness=2"], ["actor.lora_rank=2", "rollout.check_weights=true"]],
@@ -168,7 +169,14 @@ def test_the_trainers_layout_changes_little(setup, tmp_path, keys):
             assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6), layout
 
 
-@pytest.mark.parametrize("lag, words", [(1, []), (2, []), (1, ["actor.lora_rank=2"])])
+@pytest.mark.parametrize(
+    "lag, words",
+    [
+        (2, []),
+        pytest.param(1, [], marks=pytest.mark.nightly),
+        pytest.param(1, ["actor.lora_rank=2"], marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path, lag, words):
     arguments = [
         *setup,

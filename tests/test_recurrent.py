@@ -189,6 +189,7 @@ def test_slots_move_with_their_states(name):
     engine.close()
 
 
+@pytest.mark.nightly
 @each("lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
 def test_grpo_runs_and_resumes_to_equal_bits(name, tmp_path):
     """Three steps of two processes; the engine's log-probabilities are those of the trainer."""

@@ -147,6 +147,7 @@ def test_saved_tokens_give_the_same_steps_without_an_engine(copied, replayed, tm
     assert not (tmp_path / "out/checkpoints").exists() and not (tmp_path / "out/model").exists()
 
 
+@pytest.mark.nightly
 def test_a_killed_run_of_two_processes_replays(data, replayed, tmp_path):
     """Its steps after the kill, and those before it, from the beginning of the run."""
     shorter = ("trainer.max_steps=2", "trainer.test_freq=null")
@@ -293,6 +294,7 @@ def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
     assert status == 1 and "step 3, the update" in output
 
 
+@pytest.mark.nightly
 def test_the_command_starts_in_the_folder_of_the_run(data, tmp_path, monkeypatch):
     """Its paths may be relative to the folder in which the run was started."""
     monkeypatch.chdir(data)

@@ -209,6 +209,7 @@ def test_a_minus_sign_of_any_kind_is_read():
             assert (reward_fn(messages, "-5"), reward_fn(messages, "5")) == (1.0, 0.0)
 
 
+@pytest.mark.nightly
 @needs_math_verify
 def test_verdicts_on_rewritings_of_answers():
     """More than 3,000, in threads that call at the same time."""

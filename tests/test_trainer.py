@@ -99,6 +99,7 @@ def test_grpo_learns_and_writes_its_files(setup, tmp_path):
     assert "step 12/12" in done.stdout + done.stderr and "loading" in done.stdout
 
 
+@pytest.mark.nightly
 def test_grpo_learns_with_8_bit_moments(tmp_path):
     keys = letter_run(tmp_path, make_model(tmp_path / "wide", intermediate_size=512))
     train(2, *keys, "actor.optimizer=adamw_8bit", f"trainer.save_dir={tmp_path / 'run'}")
@@ -172,6 +173,7 @@ HALF_EQUAL_ENV = """
 """
 
 
+@pytest.mark.nightly
 def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(setup, tmp_path):
     """The answers to every second prompt earn the same, so their advantages are 0.
 
@@ -216,6 +218,7 @@ def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(se
     assert all(line["actor/grad_norm"] > 0 for line in read_metrics(tmp_path / "equal"))
 
 
+@pytest.mark.nightly
 def test_estimators_without_a_critic_and_the_plain_loss_train(setup, tmp_path):
     """In one update a rollout the loss `reinforce` has the gradient of `ppo`, to the bit.
 
@@ -329,6 +332,7 @@ def test_two_processes_keep_the_best_evaluation_and_end_when_patience_is_over(se
     assert "all steps are done" in again.stdout and len(read_metrics(run)) == len(rewards)
 
 
+@pytest.mark.nightly
 def test_all_layouts_leave_out_the_same_answers(setup, tmp_path):
     """The second pass over a rollout finds answers above the limit, whose update it still takes."""
     layouts = {
@@ -399,6 +403,7 @@ def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
     assert has_changed, "the exported optimizer changed nothing"
 
 
+@pytest.mark.nightly
 def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
     """Answers continue with newer weights, and checkpoints hold the paused answers.
 
@@ -576,6 +581,7 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
     check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
+@pytest.mark.nightly
 def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_actor(
     setup, tmp_path
 ):
@@ -617,6 +623,7 @@ def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_a
     assert all((weights[key] == resumed_weights[key]).all() for key in weights)
 
 
+@pytest.mark.nightly
 def test_the_kl_from_a_teacher_over_the_whole_vocabulary_falls(setup, tmp_path):
     """transformers gives the KL of step 1; a run that resumes ends with the same bits."""
     teacher = make_model(tmp_path / "teacher", seed=1, hidden_size=48)
@@ -714,6 +721,7 @@ def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
     """The first update makes the weights so large that no later gradient is finite.
 
