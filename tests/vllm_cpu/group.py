@@ -13,8 +13,9 @@ import torch.distributed as dist
 from engine_contract import make_prompts, play, serve
 from transformers import AutoModelForCausalLM
 
-from rl2.engine import vllm
+from rl2.engine import vllm_sampler
 from rl2.engine.base import EngineSettings, SamplingParams
+from rl2.engine.vllm import VLLMEngine
 from rl2.parallel.mesh import all_gather_objects, init_distributed
 
 
@@ -29,20 +30,20 @@ def make_engine(name, tp_size=2, **options):
         world_size=dist.get_world_size(),
         **options,
     )
-    return vllm.VLLMEngine(settings)
+    return VLLMEngine(settings)
 
 
 def record_draws():
     """A list that gets the logits and tokens of every step of this rank."""
     draws = []
-    draw = vllm.sample_rows
+    draw = vllm_sampler.sample_rows
 
     def recorded_draw(logits, noise, params):
         drawn = draw(logits, noise, params)
         draws.append((zlib.crc32(logits.numpy()), drawn.tokens.tolist()))
         return drawn
 
-    vllm.sample_rows = recorded_draw
+    vllm_sampler.sample_rows = recorded_draw
     return draws
 
 
