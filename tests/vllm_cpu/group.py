@@ -219,7 +219,7 @@ def check_other_draws(name):
             print(f"failed at {time.time()}", flush=True)
             raise RuntimeError("no memory on this rank")
 
-        vllm.sample_rows = fail
+        vllm_sampler.sample_rows = fail
     play(engine, [[5, 6]] * 4, max_new_tokens=400)
     raise AssertionError("nothing was noticed")
 
