@@ -57,9 +57,10 @@ A line begins with the trainers that have the key if they differ from the rest o
 FAMILIES_HEADER = """\
 Every causal language model of transformers {transformers}, and some with [towers](#towers), tried
 on {date} with torch {torch} as at the [start of a run](#how-a-model-is-admitted), with the
-defaults of its config class; other settings are in parentheses. rl2 trains {num_trained} of the
-{num_families}, those with towers on text only. Your model is tried with its own config, so this is
-only a preview. [`tests/families.json`](../tests/families.json) has every reason in full.
+defaults of its config class; other settings are in parentheses. rl2 trains these {num_trained} of
+the {num_families}, those with towers on text only, and refuses the others:
+[`tests/families.json`](../tests/families.json) has their reasons. This is only a preview, since
+your model is tried with its own config.
 
 """
 
@@ -71,27 +72,11 @@ with your keys and model before you rent a GPU. LoRA is `actor.lora_rank=32`, an
 up to 4,096 tokens, all layers are recomputed, and nothing is offloaded. Cards count with {cards},
 of which {outside} GiB are for what is not a tensor.
 
-SFT is the most in any phase; DPO with a reference takes the same with LoRA or QLoRA. GRPO has
-SGLang or vLLM on the same GPU, with merged weights in bfloat16 also for QLoRA. Its number is the
-most of the trainer, or of the trainer and these weights during a sync, and the card also has room
-for keys and values.
+DPO with a reference takes the same as SFT with LoRA or QLoRA. GRPO has SGLang or vLLM on the same
+GPU, with merged weights in bfloat16 also for QLoRA. Its number includes these weights during a
+sync, and the card also has room for keys and values.
 
 {table}"""
-
-# A part of a reason in families.json -> its heading on the page. The first one counts.
-REASONS = {
-    "asks for": "Its attention takes an argument that rl2 does not compute",
-    "see each other": "Sequences in one pack see each other",
-    "changes its logits": "Changes its logits or its attention in a way that rl2 does not compute",
-    "attention interface": "Does not use transformers' attention interface, or not in full",
-    "not given the keywords": "Does not use transformers' attention interface, or not in full",
-    "takes no part": "Has weights that play no part in the scores of a text",
-    "has no num_attention_heads": "Has no attention heads: state spaces, recurrent layers",
-    "no body apart": "Has no body apart from its head in transformers",
-    "a small copy of it": "A small copy does not run",
-    "default config": "Its default config does not work",
-    "rl2 cannot run it": "Fails with another error",
-}
 
 
 @dataclass(frozen=True)
@@ -232,13 +217,16 @@ def key_line(name: str, row: Row, usual_trainers: frozenset[str]) -> str:
     text = explain(key)
     if row.trainers != usual_trainers:
         text = f"{', '.join(t for t in TRAINERS if t in row.trainers)}: {text}"
+    other_defaults: dict[str, list[str]] = {}
     for trainer in others:
         other = row.declared[trainer]
         if row.defaults[trainer] != default:
             own = row.defaults[trainer].replace(MISSING, "required") or "not set"
-            text += f"; in {trainer} {own}"
+            other_defaults.setdefault(own, []).append(trainer)
         if other.choices != key.choices:
             text += f"; in {trainer} one of {', '.join(other.choices)}"
+    for own, of_trainers in other_defaults.items():
+        text += f"; in {' and '.join(of_trainers)} {own}"
     if default == MISSING:
         return f"- `{name}` (required): {text}"
     return f"- `{name}{default and '='}{default}`: {text}"
@@ -261,14 +249,6 @@ def keys_page() -> str:
         lines = [key_line(name, row, usual_trainers) for name, row in chosen.items()]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def refusal(reason: str) -> str:
-    """Returns the heading of a refused family."""
-    for part, heading in REASONS.items():
-        if part in reason:
-            return heading
-    raise ValueError(f"no heading in REASONS describes the refusal: {reason}")
 
 
 def support(verdict: dict[str, str]) -> str:
@@ -297,19 +277,13 @@ def models_page() -> str:
     record = json.loads(FAMILIES.read_text())
     families = record.pop("families")
     trained: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
     for name, verdict in sorted(families.items()):
-        if "refused" in verdict:
-            refused.setdefault(refusal(verdict["refused"]), []).append(name)
-        else:
+        if "refused" not in verdict:
             trained.setdefault(support(verdict), []).append(name)
     num_trained = sum(len(names) for names in trained.values())
     parts = [
         FAMILIES_HEADER.format(**record, num_trained=num_trained, num_families=len(families)),
-        "### Trained\n\n",
         *family_lists(trained),
-        "\n### Refused\n\n",
-        *family_lists(refused),
     ]
     return with_section("docs/models.md", "families", "".join(parts))
 
