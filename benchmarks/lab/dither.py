@@ -197,7 +197,7 @@ def print_tables(results_file: Path, kinds: Iterable[str]) -> None:
     """Prints a table for each task and number of steps, in Markdown."""
     results = list(read_results(results_file).values())
     for task in HELD_OUT:
-        for steps in sorted({run["steps"] for run in results}):
+        for steps in sorted({run["steps"] for run in results if run["task"] == task}):
             print_table(task, steps, results, kinds)
 
 
