@@ -18,6 +18,9 @@ LLAMA = (  # trims contents, begins with <|bos|>, writes a tool's result as JSON
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
+# What CHATML writes of a message m, and before a reply.
+MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+REPLY = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 QWEN = (  # drops the reasoning of turns before the last message of the user
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}"
@@ -25,27 +28,25 @@ QWEN = (  # drops the reasoning of turns before the last message of the user
     "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
     "{% set content = m.content.split('</think>')[-1] %}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    f"{REPLY}"
 )
 ONLY_USER_AND_ASSISTANT = (
     "{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    f"{MESSAGE}{{% endfor %}}{REPLY}"
 )
 ALTERNATING = (
-    "{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    f"{MESSAGE}{{% endfor %}}{REPLY}"
 )
 DROPS_OTHER_ROLES = (
     "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    f"{MESSAGE}{{% endif %}}{{% endfor %}}{REPLY}"
 )
 QUESTION = [{"role": "user", "content": "What is the sum? é ✓"}]
+AGAIN = [{"role": "user", "content": "Sure?"}]
+RESULT = [{"role": "tool", "content": "5"}]
 
 
 def rendered(tokenizer, messages):
@@ -66,18 +67,19 @@ def ends(tokenizer):
     return tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>", "<|endoftext|>"])
 
 
-def turn(tokenizer, prompt_messages, reply, end, tools=None):
+def reply_of(tokenizer, completion):
+    """The message that a rollout makes of sampled tokens."""
+    content = ChatTemplate(tokenizer).decode_reply(completion, ends(tokenizer))
+    return {"role": "assistant", "content": content}
+
+
+def turn(tokenizer, reply="4", end="<|im_end|>", prompt=QUESTION, tools=None):
     """(tokens, messages) after a sampled reply, as the rollout has them."""
-    completion = bytewise(tokenizer, reply) + (
-        [tokenizer.convert_tokens_to_ids(end)] if end else []
-    )
-    tokens = ChatTemplate(tokenizer).encode_prompt(prompt_messages, tools) + completion
-    return tokens, prompt_messages + [
-        {
-            "role": "assistant",
-            "content": ChatTemplate(tokenizer).decode_reply(completion, ends(tokenizer)),
-        }
-    ]
+    completion = bytewise(tokenizer, reply)
+    if end:
+        completion.append(tokenizer.convert_tokens_to_ids(end))
+    tokens = ChatTemplate(tokenizer).encode_prompt(prompt, tools) + completion
+    return tokens, [*prompt, reply_of(tokenizer, completion)]
 
 
 def extend_whole(template, tokens, messages, new_messages, tools):
@@ -103,10 +105,8 @@ def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each(
     tokenizer = make_tokenizer()
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION)
     assert type(tokens) is list and type(tokens[0]) is int
-    assert (
-        text_of(tokenizer, tokens)
-        == "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(tokenizer, tokens) == expected
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (tokens.count(start), tokens.count(end)) == (2, 1)
 
@@ -119,20 +119,18 @@ def test_bos_of_a_template_is_not_doubled():
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_plain_string_gets_no_template_and_the_tokenizers_own_bos(adds_bos):
     tokenizer = make_tokenizer(adds_bos=adds_bos)
-    assert (
-        text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt("2+2="))
-        == "<|bos|>" * adds_bos + "2+2="
-    )
-    assert text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt("<|bos|>2+2=")) == "<|bos|>2+2="
+    template = ChatTemplate(tokenizer)
+    bos = "<|bos|>" * adds_bos
+    assert text_of(tokenizer, template.encode_prompt("2+2=")) == f"{bos}2+2="
+    assert text_of(tokenizer, template.encode_prompt("<|bos|>2+2=")) == "<|bos|>2+2="
 
 
 def test_tools_reach_the_template_in_prompt_and_extension():
     tokenizer = make_tokenizer(LLAMA, "<|eot|>")
     tools = [{"type": "function", "function": {"name": "calc"}}]
     assert '"calc"' in text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt(QUESTION, tools))
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|eot|>", tools)
-    again = [{"role": "user", "content": "Sure?"}]
-    assert extend(tokenizer, tokens, messages, again, tools) is not None
+    tokens, messages = turn(tokenizer, end="<|eot|>", tools=tools)
+    assert extend(tokenizer, tokens, messages, AGAIN, tools) is not None
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -142,63 +140,48 @@ def test_tools_reach_the_template_in_prompt_and_extension():
 )
 def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(template, end, role):
     tokenizer = make_tokenizer(template, end)
-    tokens, messages = turn(tokenizer, QUESTION, "the other: the 4", end)
+    tokens, messages = turn(tokenizer, "the other: the 4", end)
     for content in ["the result\n is 5 ✓", "  and more  "]:
         new_messages = [{"role": role, "content": content}]
         new = extend(tokenizer, tokens, messages, new_messages)
         assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
         assert tokenizer.convert_tokens_to_ids(end) in new
         reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
-        tokens, messages = tokens + new + reply, messages + new_messages
-        messages.append(
-            {
-                "role": "assistant",
-                "content": ChatTemplate(tokenizer).decode_reply(reply, ends(tokenizer)),
-            }
-        )
-    assert bytewise(tokenizer, "the other: the 4") != ChatTemplate(tokenizer).tokenize(
-        "the other: the 4"
-    )
+        tokens = tokens + new + reply
+        messages = [*messages, *new_messages, reply_of(tokenizer, reply)]
+    text = "the other: the 4"
+    assert bytewise(tokenizer, text) != ChatTemplate(tokenizer).tokenize(text)
 
 
 def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
     question = [{"role": "user", "content": "word " * 1000}]
-    tokens, messages = turn(tokenizer, question, "4", "<|im_end|>")
+    tokens, messages = turn(tokenizer, prompt=question)
     sizes = []
     for name in ("decode", "tokenize"):
         method = getattr(template, name)
         monkeypatch.setattr(
             template, name, lambda x, method=method: sizes.append(len(x)) or method(x)
         )
-    assert template.extend(tokens, 2, messages, [{"role": "user", "content": "Sure?"}])
+    assert template.extend(tokens, 2, messages, AGAIN)
     assert len(tokens) > 5000 and sum(sizes) < 400
-
-
-def test_hand_worked_extension():
-    tokenizer = make_tokenizer()
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
-    assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_cut_off_turn_is_ended_by_the_first_new_token():
     tokenizer = make_tokenizer()
-    tokens, messages = turn(tokenizer, QUESTION, "the 4", None)
-    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    tokens, messages = turn(tokenizer, "the 4", end=None)
+    new = extend(tokenizer, tokens, messages, RESULT)
     assert new[0] == tokenizer.eos_token_id
-    assert (
-        text_of(tokenizer, new)
-        == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(tokenizer, new) == expected
 
 
 def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
     tokenizer = make_tokenizer(QWEN)
-    tokens, messages = turn(tokenizer, QUESTION, "<think>hm</think>4", "<|im_end|>")
-    assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
-    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    tokens, messages = turn(tokenizer, "<think>hm</think>4")
+    assert extend(tokenizer, tokens, messages, AGAIN) is None
+    new = extend(tokenizer, tokens, messages, RESULT)
     assert text_of(tokenizer, tokens + new).count("<think>hm</think>4") == 1
 
 
@@ -211,8 +194,8 @@ def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
 )
 def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
     tokenizer = make_tokenizer(template)
-    tokens, messages = turn(tokenizer, QUESTION, reply, end)
-    assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+    tokens, messages = turn(tokenizer, reply, end)
+    assert extend(tokenizer, tokens, messages, AGAIN) is None
 
 
 def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
@@ -228,25 +211,18 @@ def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
     assert template.decode_reply([*sampled, call], stop_ids) == content + "[TOOL_CALLS]"  # cut
     tokens = template.encode_prompt(QUESTION) + [*sampled, end]
     messages = [*QUESTION, {"role": "assistant", "content": content}]
-    new_messages = [{"role": "tool", "content": "5"}]
-    new = extend(tokenizer, tokens, messages, new_messages)
+    new = extend(tokenizer, tokens, messages, RESULT)
     assert new is not None  # the sampled tokens stay, and nothing is sampled or trained twice
-    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
+    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + RESULT)
 
 
 def test_broken_character_survives_in_tokens():
     tokenizer = make_tokenizer()
     completion = bytewise(tokenizer, "✓")[:2] + [tokenizer.eos_token_id]
-    messages = QUESTION + [
-        {
-            "role": "assistant",
-            "content": ChatTemplate(tokenizer).decode_reply(completion, ends(tokenizer)),
-        }
-    ]
+    messages = [*QUESTION, reply_of(tokenizer, completion)]
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
-    new_messages = [{"role": "user", "content": "Sure?"}]
-    new = extend(tokenizer, tokens, messages, new_messages)
-    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
+    new = extend(tokenizer, tokens, messages, AGAIN)
+    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + AGAIN)
 
 
 def test_a_tokenizer_that_drops_spaces_behind_special_tokens_extends_as_any():
@@ -254,9 +230,9 @@ def test_a_tokenizer_that_drops_spaces_behind_special_tokens_extends_as_any():
     tokenizer = make_tokenizer()
     names = ["<|im_start|>", "<|im_end|>"]
     tokenizer.add_tokens([AddedToken(name, special=True, rstrip=True) for name in names])
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    tokens, messages = turn(tokenizer)
     assert text_of(tokenizer, tokens).endswith("<|im_end|><|im_start|>assistant\n4<|im_end|>")
-    new = extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
+    new = extend(tokenizer, tokens, messages, AGAIN)
     assert text_of(tokenizer, new) == "<|im_start|>user\nSure?<|im_end|><|im_start|>assistant\n"
 
 
@@ -264,7 +240,7 @@ def test_tokenizer_that_puts_a_space_before_text_never_drifts():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True
     )
-    tokens, messages = turn(tokenizer, [{"role": "user", "content": "ab"}], "4", None)
+    tokens, messages = turn(tokenizer, end=None, prompt=[{"role": "user", "content": "ab"}])
     assert text_of(tokenizer, tokens) == " ab4"
     assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "c"}]) is None
 
@@ -274,17 +250,16 @@ def test_a_prompt_that_is_not_the_templates_text_starts_a_new_sequence():
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
     messages = [*QUESTION, {"role": "assistant", "content": "4"}]
-    again = [{"role": "user", "content": "Sure?"}]
     for prompt in ("2+2=", "the sum of the numbers 2 and 2 is, as a number,", "assistant\n"):
         tokens = template.encode_prompt(prompt) + bytewise(tokenizer, "4")
-        assert template.extend(tokens, 1, messages, again) is None
+        assert template.extend(tokens, 1, messages, AGAIN) is None
 
 
 @pytest.mark.parametrize("template", [ONLY_USER_AND_ASSISTANT, DROPS_OTHER_ROLES])
 def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template):
     tokenizer = make_tokenizer(template)
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    tokens, messages = turn(tokenizer)
+    new = extend(tokenizer, tokens, messages, RESULT)
     assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -293,12 +268,11 @@ def test_messages_in_a_row_are_joined_where_the_template_wants_the_roles_to_alte
     """As Gemma, Llama 2 and the first Mistral do."""
     tokenizer = make_tokenizer(ALTERNATING)
     template = ChatTemplate(tokenizer)
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    tokens, messages = turn(tokenizer)
     results = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
     new = extend(tokenizer, tokens, messages, results)
-    assert (
-        text_of(tokenizer, new) == "\n<|im_start|>user\n0\n\n1<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = "\n<|im_start|>user\n0\n\n1<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(tokenizer, new) == expected
     with pytest.raises(ValueError, match="refuses these messages.*must alternate"):
         template.render([*messages, messages[-1]])  # two replies are never joined
     chatml = ChatTemplate(make_tokenizer())  # this one takes them as they are
@@ -310,9 +284,8 @@ def test_refusal_of_a_template_is_an_error_with_its_reason():
     with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
         ChatTemplate(tokenizer).encode_prompt([{"role": "judge", "content": "x"}])
     with pytest.raises(ValueError, match="refuses these messages"):
-        ChatTemplate(tokenizer).encode_prompt(
-            [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-        )
+        parts = [{"type": "text", "text": "x"}]
+        ChatTemplate(tokenizer).encode_prompt([{"role": "user", "content": parts}])
 
 
 def test_a_reply_keeps_its_spaces_and_the_stop_token_that_is_text():
@@ -368,9 +341,7 @@ def test_solved_examples_stand_before_the_prompt_and_after_the_system_message():
     template = ChatTemplate(tokenizer, system_prompt="Be kind.", few_shot=examples)
 
     def expected(*messages):
-        return tokenizer.apply_chat_template(
-            [*messages], add_generation_prompt=True, tokenize=False
-        )
+        return rendered(tokenizer, [*messages])
 
     assert template.render(question) == expected(*system, *examples, *question)
     own = [{"role": "system", "content": "Be brief."}]
@@ -386,9 +357,8 @@ def test_solved_examples_stand_before_the_prompt_and_after_the_system_message():
 
 def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
     template = ChatTemplate(make_tokenizer(), system_prompt="Be kind.")
-    assert template.render(QUESTION).startswith(
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
-    )
+    start = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
+    assert template.render(QUESTION).startswith(start)
     own = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert "kind" not in template.render(own) and template.render("2+2=") == "2+2="
     tokens = template.encode_prompt(QUESTION)
@@ -407,23 +377,21 @@ def test_a_base_model_gets_a_plain_template_on_request(adds_bos):
     with pytest.raises(ValueError, match="no chat template.*set data.chat_template=plain"):
         ChatTemplate(tokenizer).render(QUESTION)
     template = ChatTemplate(tokenizer, "plain")
-    (pair,) = [template.render_reply(QUESTION, "4")]
-    tokens, mask = sequences(tokenizer, [pair])[0]
+    ((tokens, mask),) = sequences(tokenizer, [template.render_reply(QUESTION, "4")])
     bos = "<|bos|>" * adds_bos
     prompt = bos + f"user:\n{QUESTION[0]['content']}\n\nassistant:\n"
     assert text_of(tokenizer, tokens) == prompt + "4<|endoftext|>\n\n"
     assert text_of(tokenizer, tokens[: mask.index(1)]) == prompt and sum(mask) == 2
-    tokens, messages = turn(tokenizer, QUESTION, "4", "<|endoftext|>")
-    new = extend(template, tokens, messages, [{"role": "tool", "content": "5"}])
+    tokens, messages = turn(tokenizer, end="<|endoftext|>")
+    new = extend(template, tokens, messages, RESULT)
     assert text_of(tokenizer, new) == "\n\ntool:\n5\n\nassistant:\n"
 
 
 def test_stop_token_ids():
     tokenizer = make_tokenizer()
     eos = tokenizer.eos_token_id
-    assert ChatTemplate(tokenizer).stop_token_ids([]) == [eos]
-    assert ChatTemplate(tokenizer).stop_token_ids([3]) == [3, eos]
-    assert ChatTemplate(tokenizer).stop_token_ids([eos, 7, 3]) == [3, 7, eos]
+    for extra, expected in (([], [eos]), ([3], [3, eos]), ([eos, 7, 3], [3, 7, eos])):
+        assert ChatTemplate(tokenizer).stop_token_ids(extra) == expected
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="eos_token"):
         ChatTemplate(tokenizer).stop_token_ids([])
@@ -440,8 +408,13 @@ def train_all_turns(tokenizer, messages):
 
 
 def sequences(tokenizer, texts):
-    replies = [tuple(ChatTemplate(tokenizer).tokenize(text) for text in pair) for pair in texts]
-    return ChatTemplate(tokenizer).training_sequences(replies)
+    template = ChatTemplate(tokenizer)
+    replies = [tuple(template.tokenize(text) for text in pair) for pair in texts]
+    return template.training_sequences(replies)
+
+
+def trained_text(tokenizer, tokens, mask):
+    return tokenizer.decode([t for t, trains in zip(tokens, mask, strict=True) if trains])
 
 
 TALK = [
@@ -470,10 +443,8 @@ def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(templat
     ((tokens, mask),) = train_all_turns(tokenizer, TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert tokenizer.decode(tokens) == whole
-    trained = tokenizer.decode(
-        [token for token, trains in zip(tokens, mask, strict=True) if trains]
-    )
-    assert trained == "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
+    expected = "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
+    assert trained_text(tokenizer, tokens, mask) == expected
 
 
 def test_a_turn_that_the_template_rewrites_starts_a_new_sequence():
@@ -498,7 +469,7 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     (before, whole) = ChatTemplate(tokenizer).render_reply("plain ", "text")
     assert (before, whole) == ("plain ", "plain text")
     ((tokens, mask),) = sequences(tokenizer, [(before, whole)])
-    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "text<|im_end|>"
+    assert trained_text(tokenizer, tokens, mask) == "text<|im_end|>"
     tokenizer.add_tokens(["</call>"])  # a token that is added and not special ends no turn
     ((tokens, mask),) = sequences(tokenizer, [("", "text</call>")])
     assert tokenizer.decode(tokens) == "text</call><|im_end|>" and all(mask)
@@ -513,6 +484,5 @@ def test_two_replies_to_one_prompt_are_two_sequences():
     found = sequences(tokenizer, texts)
     prompt = ChatTemplate(tokenizer).encode_prompt(QUESTION)
     assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
-    assert [sum(mask) for _, mask in found] == [2, 3] and all(
-        mask.index(1) == len(prompt) for _, mask in found
-    )
+    assert [sum(mask) for _, mask in found] == [2, 3]
+    assert [mask.index(1) for _, mask in found] == [len(prompt)] * 2
