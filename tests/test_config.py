@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from common import ROOT
+from common import ROOT, read_cases
 from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, write_files
 
 from rl2 import __version__
@@ -51,6 +51,21 @@ def refused(arguments, capsys) -> str:
     return capsys.readouterr().err
 
 
+def shown(arguments, capsys) -> str:
+    """What is printed in place of a run."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(PPOConfig, arguments)
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def check_words(*words, **options) -> tuple[list[str], list[str]]:
+    """The keys of the problems and of the warnings of these arguments alone."""
+    found = check(compose(PPOConfig, read_arguments(words)), **options)
+    problems, warnings = ([each.key for each in part] for part in found)
+    return problems, warnings
+
+
 def read_rules() -> list[list[str]]:
     """(trainer, refused arguments, key of the problem, arguments that pass) of each rule."""
     lines = (ROOT / "tests/config_rules.txt").read_text(encoding="utf-8").splitlines()
@@ -71,13 +86,11 @@ def test_rule(base, monkeypatch, trainer, wrong, key, right):
 
 
 def test_all_problems_come_at_once_and_once(base):
-    draft = compose(PPOConfig, read_arguments(["actor.lrr=1", "foo", "data.seed=x"]))
-    keys = [problem.key for problem in check(draft)[0]]
     required = ["actor.model_name", "data.path", "rollout.env_path"]
+    keys, _ = check_words("actor.lrr=1", "foo", "data.seed=x")
     assert keys == ["", "actor.lrr", "data.seed", *required]
     words = ["actor.modle_name=./missing", "rollout.env_path=x.py", "adv.lamda=0.9"]
-    draft = compose(PPOConfig, read_arguments([base[0], *words]))
-    keys = [problem.key for problem in check(draft)[0]]
+    keys, _ = check_words(base[0], *words)
     # A slip is read as what it must mean, so actor.model_name is not missing.
     assert keys == ["actor.modle_name", "adv.lamda", "actor.model_name", "rollout.env_path"]
     # A wrong estimator or engine may be why other keys have no effect.
@@ -189,8 +202,8 @@ def test_keys_of_another_machine_have_no_problems(base):
     """For a plan: what they name need not be here, and they may be missing."""
 
     def find_here(*words):
-        draft = compose(PPOConfig, read_arguments(["actor.model_name=model", *words]))
-        return [problem.key for problem in check(draft, elsewhere=("data", "rollout.env_path"))[0]]
+        elsewhere = ("data", "rollout.env_path")
+        return check_words("actor.model_name=model", *words, elsewhere=elsewhere)[0]
 
     assert find_here() == []
     assert find_here("data.path=no.jsonl", "data.max_length=0") == []
@@ -203,20 +216,13 @@ def test_keys_of_another_machine_have_no_problems(base):
 def test_an_optional_key_may_be_missing_but_not_wrong(base):
     words = base[:1] + base[2:]
     for word, keys in (("actor.lr=1", []), ("actor.model_name=./none", ["actor.model_name"])):
-        draft = compose(PPOConfig, read_arguments([*words, word]))
-        problems, _ = check(draft, optional=("actor.model_name",))
-        assert [problem.key for problem in problems] == keys
+        assert check_words(*words, word, optional=("actor.model_name",))[0] == keys
 
 
 def test_values_and_types(base):
-    config = parse(
-        PPOConfig, [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"]
-    )
-    assert (
-        isinstance(config, PPOConfig)
-        and config.trainer.save_dir == "runs/x"
-        and config.actor.lr == 3e-4
-    )
+    words = ["trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"]
+    config = parse(PPOConfig, [*base, *words])
+    assert config.trainer.save_dir == "runs/x" and config.actor.lr == 3e-4
     assert config.trainer.resume == "off" and config.rollout.test_sampling_params.temperature == 0
 
 
@@ -239,12 +245,10 @@ def test_a_field_that_only_changes_a_default_keeps_all_else():
 
 
 def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
-    with pytest.raises(SystemExit) as exit_:
-        parse(PPOConfig, [*base, "actor.lr=0.5", "kl.coef=0.1", "kl.type=loss", "--cfg", "job"])
-    assert exit_.value.code == 0
+    words = ["actor.lr=0.5", "kl.coef=0.1", "kl.type=loss", "--cfg", "job"]
     (tmp_path / "recipes").mkdir()
     # It has every key; those without an effect have their defaults.
-    (tmp_path / "recipes/mine.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "recipes/mine.yaml").write_text(shown([*base, *words], capsys))
     config = parse(PPOConfig, ["--config-dir", "recipes", "--config-name=mine", "actor.clip=0.3"])
     assert (config.actor.lr, config.actor.clip, config.kl.type) == (0.5, 0.3, "loss")
     assert yaml.safe_load(dump(config))["actor"]["clip"] == 0.3
@@ -253,9 +257,7 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
 
 
 def test_a_config_is_shown_without_its_required_keys_but_not_with_a_wrong_one(base, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse(PPOConfig, ["--cfg", "job"])
-    assert exit_.value.code == 0 and "path: ???" in capsys.readouterr().out
+    assert "path: ???" in shown(["--cfg", "job"], capsys)
     assert refused(["--cfg", "job", "actor.loss=grpo"], capsys).startswith("1 problem in")
 
 
@@ -365,17 +367,15 @@ def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(
     monkeypatch.setattr("rl2.config.ppo_rules.is_installed", lambda package: True)
     monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: "0.32.0")
     monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.23")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     words = [f"rollout.engine={engine}", "data.prompts_per_rollout=8"]
-    for tp_size, samplers, refused in ((2, 0, 0), (4, 4, 0), (8, 0, 1), (3, 0, 1), (4, 2, 1)):
-        sizes = [f"rollout.tp_size={tp_size}", f"rollout.num_processes={samplers}"]
-        assert problem_keys("ppo", *words, *sizes) == ["rollout.tp_size"] * refused, sizes
-    for tp_size, samplers, refused in ((2, 2, 0), (2, 0, 1)):  # of 3 on one node
-        monkeypatch.setenv("WORLD_SIZE", "3")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-        sizes = [f"rollout.tp_size={tp_size}", f"rollout.num_processes={samplers}"]
-        assert problem_keys("ppo", *words, *sizes) == ["rollout.tp_size"] * refused, sizes
+    two_nodes = [(2, 0, 0), (4, 4, 0), (8, 0, 1), (3, 0, 1), (4, 2, 1)]
+    node_of_3 = [(2, 2, 0), (2, 0, 1)]
+    for world, local, cases in ((8, 4, two_nodes), (3, 3, node_of_3)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        for tp_size, samplers, refused in cases:
+            sizes = [f"rollout.tp_size={tp_size}", f"rollout.num_processes={samplers}"]
+            assert problem_keys("ppo", *words, *sizes) == ["rollout.tp_size"] * refused, sizes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     sizes = ["rollout.tp_size=2", "actor.lora_rank=4", "rollout.lora=adapter"]
     assert problem_keys("ppo", *words, *sizes) == ["rollout.lora"]
@@ -457,10 +457,8 @@ def test_the_short_help_is_one_screen(base, capsys):
         (["actor.clip"], "actor.clip=0.2", "actor.clip_high="),
         (["all"], "critic.lr=5e-06", "nothing"),
     ]:
-        with pytest.raises(SystemExit) as exit_:
-            parse(PPOConfig, ["--help", *topic, "actor.lr=1"])
-        text = capsys.readouterr().out
-        assert exit_.value.code == 0 and included in text and left_out not in text
+        text = shown(["--help", *topic, "actor.lr=1"], capsys)
+        assert included in text and left_out not in text
     assert refused(["--help", "actr"], capsys).startswith("1 problem in")
 
 
@@ -494,63 +492,9 @@ def typed(x):
     return x.rewards, x.rewards
 needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))
 """
-FUNCTION_RULES = [  # (refused, what the message says, accepted)
-    (
-        "actor.loss=own.py:loss actor.clip=0.1 actor.clip_high=4",
-        "actor.clip=0.1 has no effect with actor.loss=own.py:loss, which uses clip_high; clip is "
-        "used by ppo, gspo",
-        "actor.loss=own.py:loss actor.clip=4",
-    ),
-    (
-        "actor.loss=own.py:los",
-        "own.py:los: own.py has no function los; it has loss, estimator, group_estimator",
-        "actor.loss=own.py:loss",
-    ),
-    ("actor.loss=other.py:loss", "other.py:loss: no such file other.py", "actor.loss=gspo"),
-    (
-        "adv.estimator=broken.py:f",
-        "NameError: name 'undefined' is not defined",
-        "adv.estimator=gae",
-    ),
-    (
-        "adv.estimator=own.py:estimator adv.gamma=0.9",
-        "adv.gamma=0.9 has no effect with adv.estimator=own.py:estimator, which uses lamda",
-        "adv.estimator=own.py:estimator adv.lamda=0.9 critic.lr=1e-5",
-    ),
-    (
-        "adv.estimator=own.py:group_estimator adv.norm_var=true critic.lr=1e-5",
-        "critic.lr=1e-05 has no effect with adv.estimator=own.py:group_estimator",
-        "adv.estimator=own.py:group_estimator",
-    ),
-    (
-        "adv.estimator=own.py:group_estimator data.responses_per_prompt=1",
-        "leaves adv.estimator=own.py:group_estimator no group to compare with",
-        "adv.estimator=own.py:estimator data.responses_per_prompt=1",
-    ),
-    (
-        "adv.estimator=own.py:needs_all adv.lamda=0.9",
-        "adv.lamda=0.9 has no effect with adv.estimator=own.py:needs_all, which uses gamma",
-        "adv.estimator=own.py:needs_all adv.gamma=0.99 critic.lr=1e-5",
-    ),
-    (
-        "adv.estimator=own.py:needs_all kl.type=reward kl.coef=0.1",
-        "with adv.estimator=own.py:needs_all, which takes no rewards",
-        "adv.estimator=own.py:needs_all kl.type=loss kl.coef=0.1",
-    ),
-    (
-        "adv.estimator=own.py:needs_all data.responses_per_prompt=1",
-        "leaves adv.estimator=own.py:needs_all no group to compare with",
-        "adv.estimator=own.py:needs_all data.responses_per_prompt=2",
-    ),
-    (
-        "adv.estimator=own.py:estimator critic.sp_size=3",
-        "critic.sp_size=3 does not divide",
-        "adv.estimator=own.py:estimator critic.sp_size=2",
-    ),
-]
 
 
-@pytest.mark.parametrize(("wrong", "words", "accepted"), FUNCTION_RULES)
+@pytest.mark.parametrize(("wrong", "words", "accepted"), read_cases("function_rules"))
 def test_rule_of_a_function_from_a_file(
     base, capsys, tmp_path, monkeypatch, wrong, words, accepted
 ):
@@ -648,12 +592,10 @@ def test_commands(capsys, monkeypatch):
     assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
     run_main("--version")
     assert capsys.readouterr().out.startswith(f"rl2 {__version__}, Python 3.")
-    with pytest.raises(SystemExit) as exit_:
-        run_main("pop", "actor.lr=1")
-    assert exit_.value.code == 2 and "did you mean ppo?" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit_:
-        run_main("rm", "critic.lrr=1", "foo")
-    assert exit_.value.code == 2 and "did you mean critic.lr" in capsys.readouterr().err
+    for words, meant in (("pop actor.lr=1", "ppo?"), ("rm critic.lrr=1 foo", "critic.lr")):
+        with pytest.raises(SystemExit) as exit_:
+            run_main(*words.split())
+        assert exit_.value.code == 2 and f"did you mean {meant}" in capsys.readouterr().err
 
 
 def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_is(base, capsys):
@@ -694,20 +636,14 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     (tmp_path / "env.py").write_text("def reward_fn(messages): return 1")
     (tmp_path / "test.jsonl").write_text(row * 2)
     rows, envs = read_ppo_inputs(config)
-    assert {key: len(of_key) for key, of_key in rows.items()} == {
-        "data.path": 1,
-        "data.test_path": 2,
-    }
+    assert [(key, len(rows[key])) for key in rows] == [("data.path", 1), ("data.test_path", 2)]
     assert envs[""].spec.reward_fns["reward_fn"]([]) == 1
 
 
 def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
-    for trainer, kind, word in (
-        ("sft", SFT_ROWS, "completion"),
-        ("dpo", PAIR_ROWS, "chosen"),
-        ("rm", PAIR_ROWS, "chosen"),
-    ):
+    pairs = (PAIR_ROWS, "chosen")
+    for trainer, (kind, word) in (("sft", (SFT_ROWS, "completion")), ("dpo", pairs), ("rm", pairs)):
         [problem] = find_row_problems(kind, parse(ROOTS[trainer], BASE[trainer]))
         assert problem.key == "data.path" and f"'{word}'" in problem.text
 
@@ -766,6 +702,5 @@ def test_correction_is_on_where_engine_and_trainer_differ(words, correction):
 def test_an_engine_that_does_not_tell_what_top_k_leaves_is_named():
     for engine, is_named in (("sglang", True), ("vllm", False), ("local", False)):
         words = [f"rollout.engine={engine}", "rollout.train_sampling_params.top_k=5"]
-        _, warnings = check(compose(PPOConfig, read_arguments([*BASE["ppo"], *words])))
-        keys = [warning.key for warning in warnings]
+        _, keys = check_words(*BASE["ppo"], *words)
         assert ("rollout.train_sampling_params" in keys) == is_named, engine
