@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import re
 import sys
@@ -46,20 +47,20 @@ TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %} ?{% endif %}"
 )
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
 ROWS = [
-    {
-        "messages": [{"role": "user", "content": f"what is {i}\u2028?"}],
-        "answer": str(i),
-        "level": "easy",
-    }
-    for i in range(3)
+    {"messages": user(f"what is {i}\u2028?"), "answer": str(i), "level": "easy"} for i in range(3)
 ]
 
 
 def make_tokenizer():
-    backend = Tokenizer(
-        models.WordLevel({"[UNK]": 0, "None": 1, "?": 2, "w": 3}, unk_token="[UNK]")
-    )
+    vocabulary = {"[UNK]": 0, "None": 1, "?": 2, "w": 3}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="[UNK]", chat_template=TEMPLATE
@@ -67,19 +68,18 @@ def make_tokenizer():
 
 
 def make_rows(lengths):
-    return [{"messages": [{"role": "user", "content": "w " * n}], "answer": n} for n in lengths]
+    return [{"messages": user("w " * n), "answer": n} for n in lengths]
 
 
-def make_prompts(rows, max_length=99, shuffle=False, seed=0, batch_size=1, tokenizer=None):
-    return Examples(
-        pack_rows(rows),
-        ChatTemplate(tokenizer or make_tokenizer()),
-        PROMPT_ROWS,
-        max_length=max_length,
-        shuffle=shuffle,
-        seed=seed,
-        batch_size=batch_size,
-    )
+def make_examples(rows, kind=PROMPT_ROWS, tokenizer=None, **settings):
+    """Examples of rows, or of the rows of a file."""
+    if not isinstance(rows, list):
+        rows = load_rows(str(rows), read=kind.read)
+    else:
+        rows = pack_rows(rows)
+    defaults = {"max_length": 99, "shuffle": False, "seed": 0, "batch_size": 1}
+    template = ChatTemplate(tokenizer or make_tokenizer())
+    return Examples(rows, template, kind, **defaults | settings)
 
 
 def write(file, rows):
@@ -137,7 +137,7 @@ def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
 
 
 def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tmp_path):
-    messages, tools = [{"role": "user", "content": "x"}], [{"name": "calc"}]
+    messages, tools = user("x"), [{"name": "calc"}]
     texts = {"messages": " " + json.dumps(messages), "tools": json.dumps(tools), "answer": 1}
     plain = {"messages": "[1, 2] are", "tools": "", "answer": "[{}]"}
     assert list(load_rows(write(tmp_path / "a.jsonl", [texts, plain]))) == [
@@ -221,10 +221,8 @@ def write_broken(file, column):
     if file.suffix == ".csv":
         text = '[{"name": "caf\udce9"}]' if column == "tools" else "caf\udce9"
         rows[1] = rows[1] | {column: text}
-        lines = [
-            ",".join(rows[0]),
-            *[",".join(str(cell or "") for cell in row.values()) for row in rows],
-        ]
+        cells = [list(rows[0]), *(row.values() for row in rows)]
+        lines = [",".join(str(cell or "") for cell in line) for line in cells]
         file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
         return
     # A raw file has the byte itself, as files of another encoding do.
@@ -245,9 +243,8 @@ def test_text_that_is_not_unicode_is_refused_with_file_and_row(tmp_path, name, c
     file = tmp_path / name
     write_broken(file, column)
     row = 3 if file.suffix == ".csv" else 2
-    with pytest.raises(
-        ValueError, match=rf"(?s)malformed rows .*\(1\):\n{file}, row {row}: .*utf-8"
-    ):
+    message = rf"(?s)malformed rows .*\(1\):\n{file}, row {row}: .*utf-8"
+    with pytest.raises(ValueError, match=message):
         load_rows(str(file), read=read_ppo_row)
 
 
@@ -294,31 +291,25 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
     assert list(load_rows("owner/set:main", "test")) == [
         {"name": "owner/set", "config": "main", "split": "test"}
     ]
-    with pytest.raises(
-        ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"
-    ):
-        load_rows("other/set")
-    with pytest.raises(ValueError, match="data path owner/none: .*the hub says: the network is "):
-        load_rows("owner/none")
+    reasons = {"other/set": "other/set is not on the hub", "owner/none": "the network is "}
+    for name, reason in reasons.items():
+        with pytest.raises(ValueError, match=f"data path {name}: .*the hub says: {reason}"):
+            load_rows(name)
 
 
 def test_a_model_without_a_template_is_named_with_the_remedy():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(
-        ValueError,
-        match="the data, row 1: .*no chat template.*data.chat_template=plain .*plain text",
-    ):
-        make_prompts(make_rows([1]), tokenizer=tokenizer)
-    assert len(make_prompts([{"messages": "w"}], tokenizer=tokenizer)) == 1
+    message = "the data, row 1: .*no chat template.*data.chat_template=plain .*plain text"
+    with pytest.raises(ValueError, match=message):
+        make_examples(make_rows([1]), tokenizer=tokenizer)
+    assert len(make_examples([{"messages": "w"}], tokenizer=tokenizer)) == 1
 
 
 def test_prompts_are_the_templates_tokens_and_tools_pass_through():
-    rows = make_rows([2]) + [
-        {"messages": "w w", "answer": 0},
-        {**make_rows([1])[0], "tools": [{"w": 0}]},
-    ]
-    prompts = make_prompts(rows, max_length=20)
+    with_tools = {**make_rows([1])[0], "tools": [{"w": 0}]}
+    rows = [*make_rows([2]), {"messages": "w w", "answer": 0}, with_tools]
+    prompts = make_examples(rows, max_length=20)
     tools = [0, 3, 0, 0, 0]  # [{' w ': 0 }]
     assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
     assert all(type(token) is int for token in prompts[0].tokens)
@@ -327,18 +318,17 @@ def test_prompts_are_the_templates_tokens_and_tools_pass_through():
 
 def test_long_prompts_are_dropped_and_counted():
     rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
-    prompts = make_prompts(rows, max_length=6, batch_size=2)
+    prompts = make_examples(rows, max_length=6, batch_size=2)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts] == [(0, 3), (2, 4)]
-    with pytest.raises(
-        ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
-    ):
-        make_prompts(rows, max_length=4, batch_size=2)
+    message = "data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
+    with pytest.raises(ValueError, match=message):
+        make_examples(rows, max_length=4, batch_size=2)
 
 
 def test_more_rows_than_one_chunk(monkeypatch):
     monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
-    prompts = make_prompts(make_rows(range(1, 9)), batch_size=8)
+    prompts = make_examples(make_rows(range(1, 9)), batch_size=8)
     assert [len(prompt.tokens) for prompt in prompts] == [n + 2 for n in range(1, 9)]
 
 
@@ -346,7 +336,7 @@ def test_row_that_the_template_refuses_is_named():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match=r"the data, row 1: .*no such role"):
-        make_prompts(make_rows([1]), tokenizer=tokenizer)
+        make_examples(make_rows([1]), tokenizer=tokenizer)
 
 
 @settings(deadline=None, max_examples=30)
@@ -356,7 +346,7 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 ):
     def make():
         rows = make_rows([1] * n)
-        return DataCursor(make_prompts(rows, shuffle=shuffle, seed=5, batch_size=batch_size))
+        return DataCursor(make_examples(rows, shuffle=shuffle, seed=5, batch_size=batch_size))
 
     cursor = make()
     num_steps = max(1, n * n_epochs // batch_size)
@@ -373,10 +363,10 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 
 
 def test_the_start_says_how_a_run_uses_the_rows():
-    prompts = make_prompts(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
+    prompts = make_examples(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
     [sentence] = prompts.describe_steps(5)
     assert re.findall(r"\d+", sentence) == ["5", "2", "5", "2"]
-    prompts = make_prompts(make_rows([1] * 5), batch_size=8)
+    prompts = make_examples(make_rows([1] * 5), batch_size=8)
     sentence, problem = prompts.describe_steps(1)
     assert re.findall(r"[\d.]+", sentence) == ["5", "8", "1", "1.6"]
     assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
@@ -386,7 +376,7 @@ def test_the_start_says_how_a_run_uses_the_rows():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_any_stretch_of_the_order_of_training_can_be_next(shuffle):
-    prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
+    prompts = make_examples(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
     cursor = DataCursor(prompts)
     order = [prompt.index for _ in range(10) for prompt in cursor.next_batch()]
     for start in range(8):
@@ -396,7 +386,7 @@ def test_any_stretch_of_the_order_of_training_can_be_next(shuffle):
 
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
-        prompts = make_prompts(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
+        prompts = make_examples(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
         return [prompt.index for prompt in DataCursor(prompts, 50 * epoch).next_batch()]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
@@ -459,17 +449,9 @@ def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):
 def make_mixture(lengths, weights=(), shuffle=False, batch_size=1):
     """A mixture of sources a, b, ... with so many prompts of one token more each."""
     names = "abcd"[: len(lengths)]
+    settings = {"shuffle": shuffle, "batch_size": batch_size}
     sources = {
-        name: Examples(
-            pack_rows(make_rows([1] * length)),
-            ChatTemplate(make_tokenizer()),
-            PROMPT_ROWS,
-            max_length=99,
-            shuffle=shuffle,
-            seed=(5, number),
-            batch_size=batch_size,
-            source=name,
-        )
+        name: make_examples(make_rows([1] * length), seed=(5, number), source=name, **settings)
         for number, (name, length) in enumerate(zip(names, lengths, strict=True))
     }
     return Mixture(sources, dict(zip(names, weights, strict=False)))
@@ -551,13 +533,10 @@ def test_the_metrics_of_a_batch_by_source():
     examples = take(make_mixture([4, 2]), 3)
     for example in examples:
         example.sequences = [([1, 2, 3], [0, 1, 1]), ([1, 2], [0, 1])]
-    assert summarise_sources(examples) == {
-        "sources/a/rows": 2,
-        "sources/a/tokens": 6,
-        "sources/b/rows": 1,
-        "sources/b/tokens": 3,
-    }
-    assert summarise_sources(take(make_prompts(make_rows([1])), 1)) == {}
+    expected = {"a/rows": 2, "a/tokens": 6, "b/rows": 1, "b/tokens": 3}
+    found = summarise_sources(examples)
+    assert found == {f"sources/{name}": number for name, number in expected.items()}
+    assert summarise_sources(take(make_examples(make_rows([1])), 1)) == {}
 
 
 def test_a_weight_that_is_too_small_for_an_epoch_is_refused():
@@ -567,10 +546,8 @@ def test_a_weight_that_is_too_small_for_an_epoch_is_refused():
 
 def test_rows_of_a_source_are_held_out_without_their_copies_in_another_one():
     def make():  # they share the rows of 20 to 29 words
-        return {
-            "a": make_prompts(make_rows(range(30))),
-            "b": make_prompts(make_rows(range(20, 50))),
-        }
+        ranges = {"a": range(30), "b": range(20, 50)}
+        return {name: make_examples(make_rows(lengths)) for name, lengths in ranges.items()}
 
     sources = make()
     held_out = hold_out(sources, 0.3)
@@ -587,20 +564,7 @@ def test_rows_of_a_source_are_held_out_without_their_copies_in_another_one():
 
 # Examples of SFT, DPO and reward models
 
-GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rejected": "w w"}
-
-
-def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2, truncate=False):
-    return Examples(
-        load_rows(str(path), read=kind.read),
-        ChatTemplate(tokenizer or make_tokenizer()),
-        kind,
-        max_length=max_length,
-        truncate=truncate,
-        shuffle=False,
-        seed=0,
-        batch_size=batch_size,
-    )
+GOOD_PAIR = {"messages": user("x"), "chosen": "w", "rejected": "w w"}
 
 
 TURNS = (
@@ -618,18 +582,13 @@ def with_eos(template=TURNS):
 
 
 def talk(*contents):
-    return [
-        {"role": ("user", "assistant")[i % 2], "content": content}
-        for i, content in enumerate(contents)
-    ]
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": next(roles), "content": content} for content in contents]
 
 
 def test_turns_text_and_plain_messages(tmp_path):
-    rows = [
-        {"messages": talk("? ?", "w", "?", "w w")},
-        {"text": "w ?"},
-        {"messages": "? w w", "text": None},
-    ]
+    rows = [{"messages": talk("? ?", "w", "?", "w w")}, {"text": "w ?"}]
+    rows.append({"messages": "? w w", "text": None})
     path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
     every = [example.sequences for example in make_examples(path, SFT_ROWS, tokenizer)]
     assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
@@ -640,11 +599,8 @@ def test_turns_text_and_plain_messages(tmp_path):
 
 
 def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
-    examples = make_examples(
-        write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}]),
-        PAIR_ROWS,
-        with_eos(),
-    )
+    path = write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}])
+    examples = make_examples(path, PAIR_ROWS, with_eos())
     samples = to_samples(list(examples))
     tokens = [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
     assert [list(sample.tokens) for sample in samples] == tokens
@@ -656,7 +612,7 @@ def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
     reply = [{"role": "assistant", "content": "w w"}]
     rows = [
         {"prompt": GOOD_PAIR["messages"], "completion": "?", "label": True},
-        {"prompt": [{"role": "user", "content": "? ?"}], "completion": reply, "label": 0},
+        {"prompt": user("? ?"), "completion": reply, "label": 0},
         GOOD_PAIR,
     ]
     file = write(tmp_path / "a.jsonl", rows)
@@ -690,9 +646,8 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
     assert [examples.at(i).index for i in range(4)] == [0, 1, 0, 1]
-    with pytest.raises(
-        ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
-    ):
+    message = "data.max_length=3 leaves none of the 3 rows: the shortest has 4"
+    with pytest.raises(ValueError, match=message):
         make_examples(path, PAIR_ROWS, with_eos(), max_length=3)
 
 
@@ -700,7 +655,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     ("num_long", "is_warning"), [(0, None), (1, False), (2, True)], ids=["none", "5%", "10%"]
 )
 def test_many_dropped_rows_are_a_warning_with_both_numbers_and_the_remedy(num_long, is_warning):
-    prompts = make_prompts(make_rows([1] * (20 - num_long) + [99] * num_long), max_length=60)
+    prompts = make_examples(make_rows([1] * (20 - num_long) + [99] * num_long), max_length=60)
     sentences = prompts.describe_dropped("training ")
     if is_warning is None:
         assert sentences == []
@@ -828,10 +783,10 @@ def test_what_is_seldom_meant_warns_once(tmp_path, capsys, row, warning):
 
 def test_tools_that_the_template_ignores_warn(capsys):
     rows = [{**row, "tools": [{"name": "calc"}]} for row in make_rows([1, 2])]
-    make_prompts(rows)
+    make_examples(rows)
     assert capsys.readouterr().out == ""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TURNS
-    make_prompts(rows, tokenizer=tokenizer)
+    make_examples(rows, tokenizer=tokenizer)
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("warning: tools are not shown")
