@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import types
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -56,6 +57,7 @@ STEP = {
     "time/step": 9.0,
     "tokens/per_second": 6000.0,
 }
+METRICS = {name: value for name, value in STEP.items() if name != "step"}
 SAME = {"reward/std": 0.0, "reward/mean": 0.0, "rollout/zero_variance": 1.0, "actor/grad_norm": 0.0}
 
 
@@ -118,11 +120,8 @@ def test_the_warnings_of_a_step_are_in_its_line(tmp_path, monkeypatch, one_proce
     monkeypatch.setattr(log.health, "check_cores", lambda *measured: ["the update waited"])
     with log.phase("update"):
         pass
-    metrics = {name: value for name, value in STEP.items() if name != "step"}
-    log.write(1, metrics)
-    log.write(2, metrics | SAME)
-    log.write(3, metrics)
-    log.write(4, metrics | SAME)
+    for step, same in enumerate(({}, SAME, {}, SAME), 1):
+        log.write(step, METRICS | same)
     log.complete(2, {"test/reward/mean": 0.5}, {})
     first, second, third, fourth = MetricsFile(tmp_path).read()
     assert first["warnings"] == {"waited for cores": "the update waited"}
@@ -160,39 +159,37 @@ def test_the_line_of_a_step(capsys, case):
 def test_the_time_left_counts_the_evaluations_that_are_due(capsys):
     """Steps take 2 s and evaluations 60 s. The steps 4, 8 and 10 evaluate."""
     steps = [{"step": 0, "time/step": 60.5, "time/test": 60.0, "test/loss": 1.0}]
+    plain = {"time/step": 2.0, "time/data": 1.0}
+    tested = {"time/step": 62.0, "time/test": 60.0}
     for step in range(1, 11):
-        tested = step in (4, 8, 10)
-        times = (
-            {"time/step": 62.0, "time/test": 60.0}
-            if tested
-            else {"time/step": 2.0, "time/data": 1.0}
-        )
-        steps.append({"step": step, **times})
+        steps.append({"step": step, **(tested if step in (4, 8, 10) else plain)})
     lines = console_lines(capsys, steps, make_config(test_freq=4), num_steps=10)
     assert "left" not in lines[0]  # nothing is known of the pace
     left = [line.split("  ")[-1].removesuffix(" left") for line in lines[1:]]
-    seconds = [
-        2 * (10 - step) + 60 * sum(due > step for due in (4, 8, 10)) for step in range(1, 11)
-    ]
-    assert left == [f"0:{s // 60:02}:{s % 60:02}" for s in seconds]
+    for step, text in enumerate(left, 1):
+        minutes = sum(due > step for due in (4, 8, 10))
+        assert text == f"0:{minutes:02}:{2 * (10 - step):02}"
+    assert len(left) == 10
     [line] = console_lines(capsys, [steps[1]], make_config(test_freq=None), num_steps=10)
     assert line.endswith("0:00:18 left")  # a run without test rows
 
 
+def numbers_at_the_start(config):
+    """The numbers in the only sentence about a run with this config."""
+    [sentence] = describe_start(config)
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b", sentence)]
+
+
 def test_the_start_says_what_a_step_is_made_of():
-    config = make_config()
+    config = make_config(save_freq=20)
     config.data.prompts_per_rollout = 4
     config.data.responses_per_prompt = 8
     config.actor.update_per_rollout = 2
     config.rollout.max_turns = 3
     config.rollout.train_sampling_params.max_new_tokens = 512
-    config.trainer.save_freq = 20
-    [sentence] = describe_start(config)
-    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", sentence)]
-    assert numbers == [4, 8, 4 * 8, 3 * 512, 4 * 8 * 3 * 512, 2]
+    assert numbers_at_the_start(config) == [4, 8, 4 * 8, 3 * 512, 4 * 8 * 3 * 512, 2]
     config.trainer.rollouts_from = "runs/x"
-    [sentence] = describe_start(config)
-    assert re.findall(r"\d+", sentence) == ["2"]
+    assert numbers_at_the_start(config) == [2]
     for config_class, rows in (
         (SFTConfig, [16]),
         (DPOConfig, [32, 2, 16]),
@@ -201,9 +198,7 @@ def test_the_start_says_what_a_step_is_made_of():
         config = make_config(config_class, save_freq=20)
         config.data.batch_size = 16
         config.data.max_length = 2048
-        [sentence] = describe_start(config)
-        numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b", sentence)]
-        assert numbers == [*rows, 2048, rows[0] * 2048, 1]
+        assert numbers_at_the_start(config) == [*rows, 2048, rows[0] * 2048, 1]
     _, sentence = describe_start(make_config(SFTConfig))
     assert "trainer.save_freq" in sentence
 
@@ -434,12 +429,8 @@ class FakeWandb(types.ModuleType):
         return dataframe
 
 
-ROW = {
-    "conversation": "user: a\n\nassistant: b",
-    "answer": 7,
-    "reward": 0.5,
-    "finish_reason": "stop",
-}
+OUTCOME = {"reward": 0.5, "finish_reason": "stop"}
+ROW = {"conversation": "user: a\n\nassistant: b", "answer": 7, **OUTCOME}
 SAMPLES = {"test": [ROW]}
 TEXTS = {name: str(value) for name, value in ROW.items()}
 
@@ -519,13 +510,8 @@ def test_services_get_samples_of_evaluations_and_of_every_tenth_step(
             seen[step] = samples
 
     monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda run: Service()})
-    record = {
-        "row": {"answer": 7},
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        "reward": 0.5,
-        "finish_reason": "stop",
-    }
-    records = [record] * 8
+    messages = [{"role": "user", "content": "a"}, *replies("b")]
+    records = [{"row": {"answer": 7}, "messages": messages, **OUTCOME}] * 8
     log = MetricsLog(tmp_path, make_config(loggers=["wandb"]), 0, num_steps=20)
     metrics = {"actor/grad_norm": 1.0, "reward/mean": 0.5}
     log.write(3, metrics, {"train": records})
@@ -625,12 +611,13 @@ def report(*folders):
 def test_a_report_has_the_metrics_and_answers_of_all_runs(tmp_path):
     records = [answer(i, i // 2, i / 4, f"text {i}") for i in range(4)]
     first = write_run(tmp_path / "a", 3, {"train/step_2": records, "test/step_0": records[:2]})
-    runs = report(first, write_run(tmp_path / "b", 1))
-    assert [run["metrics"]["step"] for run in runs] == [[1, 2, 3], [1]]
+    runs = report(first, write_run(tmp_path / "b", 1), write_run(tmp_path / "begun", 0))
+    assert [run["metrics"]["step"] for run in runs[:2]] == [[1, 2, 3], [1]]
     assert runs[0]["metrics"]["reward/mean"] == [STEP["reward/mean"]] * 3
     assert runs[0]["config"]["actor"] == {"lr": None, "model_name": "nowhere/nothing"}
     assert runs[0]["rollouts"]["num_steps"] == {"test": 1, "train": 1}
-    assert runs[1]["rollouts"]["steps"] == []
+    assert runs[1]["rollouts"]["steps"] == runs[2]["rollouts"]["steps"] == []
+    assert runs[2]["num_steps"] == 0
     step = runs[0]["rollouts"]["steps"][1]
     assert (step["split"], step["step"], step["num_answers"]) == ("train", 2, 4)
     group = step["groups"][0]  # of the best answer
@@ -773,9 +760,8 @@ def test_the_first_and_the_last_evaluation_are_compared(tmp_path):
     [compared] = run["rollouts"]["comparisons"]
     assert (compared["split"], compared["before"], compared["after"]) == ("test", 0, 2)
     assert compared["counts"] == {"better": 1, "worse": 1, "same": 1}
-    assert [q["prompt"][0]["content"] for q in compared["questions"]] == [
-        *("question 0", "question 1", "question 2")
-    ]
+    questions = [q["prompt"][0]["content"] for q in compared["questions"]]
+    assert questions == ["question 0", "question 1", "question 2"]
     assert [q["change"] for q in compared["questions"]] == ["better", "same", "worse"]
     first = compared["questions"][0]
     assert [(a["reward"], a["count"]) for a in first["before"]] == [(0.0, 2)]
@@ -902,40 +888,29 @@ def test_a_summary_needs_neither_config_nor_record():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.25, "0.25 s"),
-        (59.4, "59 s"),
-        (59.7, "1 min 0 s"),
-        (3600, "1 h 0 min"),
-        (190_000, "2 d 4 h"),
-    ],
+    [(0.25, "0.25 s"), (59.4, "59 s"), (59.7, "1 min 0 s"), (3600, "1 h 0 min"), (19e4, "2 d 4 h")],
 )
 def test_durations_in_words(seconds, text):
     assert describe_seconds(seconds) == text
 
 
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
-    (tmp_path / "empty").mkdir()
-    for name in ("empty", "absent"):
-        monkeypatch.setattr(sys, "argv", ["rl2 report", str(tmp_path / name)])
+    def refuse(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rl2 report", *map(str, arguments)])
         with pytest.raises(SystemExit, match="2"):
             report_command.main()
-        assert f"{tmp_path / name} is not the folder of a run" in capsys.readouterr().err
+        return capsys.readouterr().err
+
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        assert f"{tmp_path / name} is not the folder of a run" in refuse(tmp_path / name)
     run = write_run(tmp_path / "run", 1)
-    monkeypatch.setattr(sys, "argv", ["rl2 report", str(run), "--out", str(tmp_path / "no/x.html")])
-    with pytest.raises(SystemExit, match="2"):
-        report_command.main()
-    assert "No such file" in capsys.readouterr().err
+    assert "No such file" in refuse(run, "--out", tmp_path / "no/x.html")
     monkeypatch.setattr(sys, "argv", ["rl2 report", str(run)])
     report_command.main()
     size = (run / "report.html").stat().st_size
     assert 40_000 < size < 50_000
     assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
-
-
-def test_a_run_that_has_just_begun_has_a_report(tmp_path):
-    [run] = report(write_run(tmp_path / "a", 0))
-    assert run["num_steps"] == 0 and run["rollouts"]["steps"] == []
 
 
 def test_a_run_writes_its_report_and_a_failure_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -956,26 +931,26 @@ def test_a_run_writes_its_report_and_a_failure_is_a_warning(tmp_path, capsys, mo
     assert "warning: report.html could not be written: ZeroDiv" in capsys.readouterr().out
 
 
+def save_tokens(path, **columns):
+    save_file({name: np.array(values) for name, values in columns.items()}, path)
+
+
 def test_saved_tokens_get_their_texts_and_values(tmp_path):
     """Of three trajectories: the second one has two turns, in two sequences."""
     tokenizer = make_tokenizer()
     sequences = [(5, "ab", "xy"), (7, "ab", "cd"), (7, "abcd?", "e f"), (9, "a", "b")]
-    columns = {name: [] for name in ("tokens", "mask", "logps", "trainer_logps", "advantages")}
+    columns = defaultdict(list)
     for number, (_, prompt, reply) in enumerate(sequences):
         ids = tokenizer.encode(prompt + reply)
         mask = [0] * len(prompt) + [1] * len(reply)
-        for name, values in {
-            "tokens": ids,
-            "mask": mask,
-            "logps": [-float(m) for m in mask],
-            "trainer_logps": [-1.25 * m for m in mask],
-            "advantages": [float(m * number) for m in mask],
-        }.items():
-            columns[name] += values
-    arrays = {name: np.array(values) for name, values in columns.items()}
-    arrays["trajectory"] = np.array([s[0] for s in sequences])
-    arrays["length"] = np.array([len(prompt + reply) for _, prompt, reply in sequences])
-    save_file(arrays, tmp_path / "step_1.safetensors")
+        columns["tokens"] += ids
+        columns["mask"] += mask
+        columns["logps"] += [-float(m) for m in mask]
+        columns["trainer_logps"] += [-1.25 * m for m in mask]
+        columns["advantages"] += [float(m * number) for m in mask]
+    columns["trajectory"] = [trajectory for trajectory, _, _ in sequences]
+    columns["length"] = [len(prompt + reply) for _, prompt, reply in sequences]
+    save_tokens(tmp_path / "step_1.safetensors", **columns)
     saved = SavedTokens(tmp_path / "step_1.safetensors", tokenizer)
     messages = [*replies("cd"), {"role": "tool", "content": "?"}, *replies("e f")]
     saved.add_to(messages, 7)
@@ -1009,18 +984,13 @@ def test_a_file_of_tokens_that_cannot_be_read_is_named_and_the_report_goes_on(tm
     folder = write_run(tmp_path / "a", 4, steps)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
-    columns = {
-        "tokens": np.array(tokenizer.encode("xy")),
-        "mask": np.array([1, 1]),
-        "trajectory": np.array([0]),
-        "length": np.array([2]),
-        "advantages": np.array([0.5, 0.5]),
-    }
+    tokens = tokenizer.encode("xy")
+    columns = {"tokens": tokens, "mask": [1, 1], "trajectory": [0], "advantages": [0.5, 0.5]}
     train = folder / "rollouts/train"
-    save_file(columns, train / "step_1.safetensors")
+    save_tokens(train / "step_1.safetensors", **columns, length=[2])
     (train / "step_2.safetensors").write_bytes(b"not a file of tensors")
-    save_file({"tokens": columns["tokens"]}, train / "step_3.safetensors")
-    save_file(columns | {"length": np.array([3])}, train / "step_4.safetensors")
+    save_tokens(train / "step_3.safetensors", tokens=tokens)
+    save_tokens(train / "step_4.safetensors", **columns, length=[3])
     [run] = report(folder)
     texts = [step["groups"][0]["answers"][0]["messages"][0] for step in run["rollouts"]["steps"]]
     assert ["tokens" in text for text in texts] == [True, False, False, False]
