@@ -435,6 +435,10 @@ def test_worked_example_of_training_sequences():
     template.special_ids = set(bytewise(tokenizer, "."))
     found = template.training_sequences(replies)
     assert found == [(tokens[3], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1])]
+    # Another reply to the first prompt begins with the text of the first reply.
+    longer = bytewise(tokenizer, "U?A1.2.")
+    found = template.training_sequences([replies[0], (tokens[0], longer)])
+    assert found == [(tokens[1], [0, 0, 0, 1, 1]), (longer, [0, 0, 0, 1, 1, 1, 1])]
 
 
 @pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])

@@ -957,6 +957,9 @@ def test_saved_tokens_get_their_texts_and_values(tmp_path):
     assert messages[0]["tokens"] == {"text": ["c", "d"], "advantages": [1, 1], "gap": [0.25, 0.25]}
     assert messages[2]["tokens"]["text"] == ["e", " ", "f"] and "tokens" not in messages[1]
     assert messages[2]["tokens"]["advantages"] == [2, 2, 2]
+    with_example = [*replies("xy"), {"role": "user", "content": "ab"}, *replies("xy")]
+    saved.add_to(with_example, 5)  # the last turn was sampled
+    assert "tokens" not in with_example[0] and with_example[2]["tokens"]["text"] == ["x", "y"]
     other = replies("not what was sampled")
     saved.add_to(other, 9)
     assert "tokens" not in other[0]
