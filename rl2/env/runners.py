@@ -7,7 +7,6 @@ when the call fails or takes too long. rl2/env/loops.py has that of async functi
 import asyncio
 import concurrent.futures
 import copy
-import ctypes
 import logging
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 from rl2.env.contract import EnvError, LateError
 from rl2.env.results import check_result, raising_env_error
 from rl2.progress import expecting
+from rl2.thread_exceptions import raise_in_thread
 
 # Seconds after which a thread that computes gives Python's lock to one that waits. An engine takes
 # the lock hundreds of times a step: with Python's 0.005 it would wait for busy threads most of the
@@ -58,8 +58,7 @@ class CallThread(threading.Thread):
         """Raises CallEnded in the function, as soon as it runs Python code."""
         with self._lock:  # it cannot end meanwhile, and its number go to another thread
             if self.is_alive() and not self.result.done():
-                number = ctypes.c_ulong(self.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(CallEnded))
+                raise_in_thread(self, CallEnded)
 
 
 class ThreadRunner:

@@ -7,7 +7,6 @@ state of torch's random numbers.
 
 import asyncio
 import contextvars
-import ctypes
 import gc
 import os
 import sys
@@ -32,6 +31,7 @@ from rl2.config.schema import PPOConfig
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import BorrowedSignals
 from rl2.run.watchdog import Watchdog
+from rl2.thread_exceptions import raise_in_thread
 from rl2.trainer.given import Inputs, remove
 from rl2.trainer.launch import Trainer
 
@@ -173,8 +173,7 @@ def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
             is_over.wait(0.05)
         except BaseException as error:
             interruption = error
-            number = ctypes.c_ulong(thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(type(error)))
+            raise_in_thread(thread, type(error))
     if interruption is not None and not outcome.done():  # it came between the call and its outcome
         raise interruption
     return outcome.result()
