@@ -105,7 +105,6 @@ def describe_process():
 @pytest.fixture
 def unchanged_process():
     """Fails the test if it changes the process. Threads that are told to end have ten seconds."""
-    signal.set_wakeup_fd(-1)  # of an earlier test's run
     before, activity_before = describe_process(), list_activity()
     yield
     after = describe_process()
