@@ -227,6 +227,16 @@ def test_kl_estimates_and_their_gradients_in_expectation():
 # Advantages
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sum_by_trajectory(seed):
+    case = make_case(seed)
+    expected = defaultdict(float)
+    for trajectory, rewards in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
+        expected[trajectory] += sum(rewards)
+    in_order = [expected[trajectory] for trajectory in sorted(expected)]
+    assert sum_by_trajectory(case.rewards, case.trajectory).tolist() == in_order
+
+
 def parts_of(case):
     """Two reward parts, the second of weight 2: values [B] that are those of the trajectory."""
     return {
@@ -374,7 +384,7 @@ def test_equal_rewards_give_exactly_zero(reward):
 
 @pytest.mark.parametrize("gamma, lamda", [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.97, 1.0)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gae(seed, gamma, lamda, monkeypatch):
+def test_gae(seed, gamma, lamda):
     case = make_case(seed)
     expected_advantages, expected_returns = {}, {}
     for cells in sampled_cells(case.mask, case.trajectory).values():
@@ -386,14 +396,25 @@ def test_gae(seed, gamma, lamda, monkeypatch):
             expected_advantages[cell] = advantage
             expected_returns[cell] = advantage + value
             next_value = value
-    inputs = inputs_of(case, gamma=gamma, lamda=lamda)
-    values, returns = gae(inputs)
-    assert_cells(values, expected_advantages)
+    advantages, returns = gae(inputs_of(case, gamma=gamma, lamda=lamda))
+    assert_cells(advantages, expected_advantages)
     assert_cells(returns, expected_returns)
-    whitened_values = gae(replace(inputs, norm_var=True))[0]
-    assert_cells(whitened_values, whitened(expected_advantages))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
+    inputs = inputs_of(make_case(seed), gamma=0.9, lamda=0.95, norm_var=True)
+    at_once = gae(inputs)
     monkeypatch.setattr(advantages, "TRAJECTORIES_AT_A_TIME", 2)
-    assert gae(inputs)[0].equal(values) and gae(inputs)[1].equal(returns)
+    for column, expected in zip(gae(inputs), at_once, strict=True):
+        assert column.equal(expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whiten(seed):
+    case = make_case(seed)
+    advantages = {cell: case.advantages[cell].item() for cell in trained_cells(case)}
+    assert_cells(whiten(case.advantages, case.mask), whitened(advantages))
 
 
 def test_whiten_one_token_or_none():
@@ -857,6 +878,30 @@ def test_reward_loss(seed, center):
         add_pair_metrics(expected_metrics, chosen, rejected)
     found = reward_loss(values, weights, case.margin, center)
     check_loss(values, found, expected, expected_metrics)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_splitting_rows_changes_nothing(seed):
+    """Losses, metrics and gradients of parts add up to those of the whole.
+
+    One part has no rows.
+    """
+    case = make_full_case(seed)
+    whole, gradients = losses_and_gradients(case)
+    order = torch.randperm(len(case.mask), generator=torch.Generator().manual_seed(seed))
+    sums = defaultdict(float)
+    gathered_gradients = [torch.zeros_like(case.mask), torch.zeros_like(case.mask)]
+    for rows in (*order.tensor_split(3), order[:0]):
+        part = {name: column.detach()[rows] for name, column in vars(case).items()}
+        part_losses, part_gradients = losses_and_gradients(SimpleNamespace(**part))
+        for name, value in part_losses.items():
+            sums[name] = sums[name] + value
+        for gathered, gradient in zip(gathered_gradients, part_gradients, strict=True):
+            gathered[rows] = gradient
+    for name, value in whole.items():
+        torch.testing.assert_close(sums[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    for gathered, expected in zip(gathered_gradients, gradients, strict=True):
+        torch.testing.assert_close(gathered, expected)
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, -3e38])

@@ -168,6 +168,13 @@ def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
     assert len(tokens) > 5000 and sum(sizes) < 400
 
 
+def test_hand_worked_extension():
+    tokenizer = make_tokenizer()
+    tokens, messages = turn(tokenizer)
+    new = extend(tokenizer, tokens, messages, AGAIN)
+    assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_cut_off_turn_is_ended_by_the_first_new_token():
     tokenizer = make_tokenizer()
     tokens, messages = turn(tokenizer, "the 4", end=None)

@@ -222,6 +222,7 @@ def test_an_optional_key_may_be_missing_but_not_wrong(base):
 def test_values_and_types(base):
     words = ["trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"]
     config = parse(PPOConfig, [*base, *words])
+    assert isinstance(config, PPOConfig)
     assert config.trainer.save_dir == "runs/x" and config.actor.lr == 3e-4
     assert config.trainer.resume == "off" and config.rollout.test_sampling_params.temperature == 0
 

@@ -611,13 +611,12 @@ def report(*folders):
 def test_a_report_has_the_metrics_and_answers_of_all_runs(tmp_path):
     records = [answer(i, i // 2, i / 4, f"text {i}") for i in range(4)]
     first = write_run(tmp_path / "a", 3, {"train/step_2": records, "test/step_0": records[:2]})
-    runs = report(first, write_run(tmp_path / "b", 1), write_run(tmp_path / "begun", 0))
-    assert [run["metrics"]["step"] for run in runs[:2]] == [[1, 2, 3], [1]]
+    runs = report(first, write_run(tmp_path / "b", 1))
+    assert [run["metrics"]["step"] for run in runs] == [[1, 2, 3], [1]]
     assert runs[0]["metrics"]["reward/mean"] == [STEP["reward/mean"]] * 3
     assert runs[0]["config"]["actor"] == {"lr": None, "model_name": "nowhere/nothing"}
     assert runs[0]["rollouts"]["num_steps"] == {"test": 1, "train": 1}
-    assert runs[1]["rollouts"]["steps"] == runs[2]["rollouts"]["steps"] == []
-    assert runs[2]["num_steps"] == 0
+    assert runs[1]["rollouts"]["steps"] == []
     step = runs[0]["rollouts"]["steps"][1]
     assert (step["split"], step["step"], step["num_answers"]) == ("train", 2, 4)
     group = step["groups"][0]  # of the best answer
@@ -911,6 +910,11 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
     size = (run / "report.html").stat().st_size
     assert 40_000 < size < 50_000
     assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    [run] = report(write_run(tmp_path / "a", 0))
+    assert run["num_steps"] == 0 and run["rollouts"]["steps"] == []
 
 
 def test_a_run_writes_its_report_and_a_failure_is_a_warning(tmp_path, capsys, monkeypatch):
