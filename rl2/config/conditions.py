@@ -67,12 +67,17 @@ def weights_kl(kl: Any, updates_per_step: int) -> bool:
     return updates_per_step > 1  # the later ones train another policy than the one that sampled
 
 
+def trains_new_rollouts(config: Any) -> bool:
+    """Whether a run of PPO samples the answers that it trains on."""
+    return not (config.trainer.eval_only or config.trainer.rollouts_from)
+
+
 def count_samplers(config: Any) -> int:
     """The processes of the job that sample and do not train: rollout.num_processes of PPO.
 
     Where nothing is trained, or nothing sampled, no processes are set apart.
     """
-    if not has_section(config, "adv") or config.trainer.eval_only or config.trainer.rollouts_from:
+    if not has_section(config, "adv") or not trains_new_rollouts(config):
         return 0
     return int(config.rollout.num_processes)
 
@@ -147,7 +152,7 @@ WITH_TRAINING_ROWS = Condition(
     is_harmless=True,
 )
 WITH_SAMPLING_AND_TRAINING = Condition(
-    lambda config, section: not (config.trainer.eval_only or config.trainer.rollouts_from),
+    lambda config, section: trains_new_rollouts(config),
     "with trainer.eval_only or trainer.rollouts_from: all processes do the same",
     is_harmless=True,
 )

@@ -57,7 +57,7 @@ class CallThread(threading.Thread):
     def end(self) -> None:
         """Raises CallEnded in the function, as soon as it runs Python code."""
         with self._lock:  # it cannot end meanwhile, and its number go to another thread
-            if self.is_alive() and not self.result.done():
+            if not self.result.done():
                 raise_in_thread(self, CallEnded)
 
 
