@@ -81,7 +81,7 @@ def test_large_data_is_read_and_tokenised_once(cache, tmp_path, monkeypatch, cap
     assert len(notes) == 2
     assert all(note.endswith(f"(3 of 3 rows, first {pairs_path}, row 1)") for note in notes)
     forbid(monkeypatch, "rl2.data.rows._parse_row")
-    forbid(monkeypatch, "rl2.data.chat.ChatTemplate.render")
+    forbid(monkeypatch, "rl2.data.chat.ChatTemplate.tokenize")
     assert read_all() == first
     assert capsys.readouterr().out.splitlines() == notes
     monkeypatch.setenv("RANK", "1")
@@ -156,7 +156,8 @@ def test_rows_that_the_template_refuses_are_named_with_their_file(cache, tmp_pat
     rows = load_rows(write(tmp_path / "a.jsonl", make_rows()), read=read_ppo_row)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% if messages[0].content[0] in '24' %}{{ raise_exception('no') }}{% endif %}x"
+        "{% if messages[0].content[0] in '24' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ messages[0].content }}"
     )
     with pytest.raises(ValueError, match=r"a.jsonl \(2\):\n.*a.jsonl, row 3: .* refuses"):
         Examples(rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=99)

@@ -384,6 +384,10 @@ def expected_parts(template, row, family, i) -> tuple[str, str]:
         # The text with the reply lacks the system prompt, which its prompt has.
         return before, re.split(r"\[/INST\]|\[/TOOL_RESULTS\]", whole)[-1]
     common = commonprefix([before, whole])
+    content = row["messages"][i]["content"]
+    if "hm" in content and "hm" not in whole[len(common) - 1 :]:
+        # DeepSeek's template cuts the reasoning, but the whole reply is trained.
+        return before, content.removeprefix("<think>\n") + family.eos
     return common, whole[len(common) :]
 
 

@@ -9,6 +9,8 @@ conversation grows by appending tokens, or a new training sequence starts.
 
 import datetime
 import inspect
+import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,12 +22,13 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl2.data.messages import Messages, abbreviate, common_prefix_length
+from rl2.data.messages import SYSTEM_ROLES, Messages, abbreviate, common_prefix_length
 from rl2.parallel.rank import is_first_rank
 
 PROBE = "rl2probe"  # a content that no template changes
+MAX_OPENING = 16  # characters of a reply that a generation prompt begins with, such as <think>
+REASONING_END = re.compile(r"</[^<>/]+>")
 CONTEXT_TOKENS = 16  # in front of tokens to decode: more than one character or word
-SYSTEM_ROLES = ("system", "developer")
 OWN_VARIABLES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 # Stands before a template that asks for the date, and gives it the date of the run. It is a macro
 # because transformers hands plain data to a template, no functions.
@@ -140,6 +143,10 @@ class ChatTemplate:
         if isinstance(reply, str):
             reply = {"role": "assistant", "content": reply}
         whole = self.render([*messages, reply], tools, add_generation_prompt=False)
+        # The generation prompt may have begun the reply, with <think> for instance.
+        start = max(0, common_prefix_length(before, whole) - MAX_OPENING)
+        if not _shows(whole[start:], reply.get("content") or ""):
+            return before, self._render_uncut(before, messages, reply, tools)
         if whole.startswith(before):
             return before, whole
         # With the reply the template writes other text in front of it than in its prompt: Mistral
@@ -151,6 +158,31 @@ class ChatTemplate:
         if whole.startswith(header) and not before.startswith(header):
             whole = before + whole[len(header) :]
         return before, whole
+
+    def _render_uncut(
+        self, before: str, messages: list[dict], reply: dict, tools: list | None
+    ) -> str:
+        """The text of a conversation with a reply of which the template cuts the reasoning.
+
+        The reply follows its prompt `before`, as the model samples it: DeepSeek's templates cut the
+        reasoning of all replies, since in a history it is not shown. ValueError if it cannot.
+        """
+        content = reply["content"].lstrip()
+        probe = self.render([*messages, {**reply, "content": PROBE}], tools, False)
+        _, is_shown, footer = probe.partition(PROBE)
+        closing = REASONING_END.search(content)
+        if not is_shown or not closing or before.rstrip().endswith(closing[0]):
+            raise ValueError(
+                f"the chat template does not show the whole reply: {abbreviate(reply['content'])}; "
+                "shorten it to what is shown, or set data.chat_template, or a variable of the "
+                "template in data.chat_template_kwargs"
+            )
+        opening = content[: content.find(">") + 1]
+        if opening and before.rstrip().endswith(opening):
+            content = content.removeprefix(opening)
+            if before[-1].isspace():
+                content = content.lstrip()
+        return before + content + footer
 
     def render_turn(self, message: dict, tools: list | None = None) -> str:
         """The text of a turn of the assistant as the template writes it in its history.
@@ -389,7 +421,52 @@ class ChatTemplate:
     def _apply_template(
         self, messages: list[dict], tools: list | None, add_generation_prompt: bool
     ) -> str:
-        messages = self.with_opening(messages)
+        return self._fill_template(
+            self._adapt(self.with_opening(messages)), tools, add_generation_prompt
+        )
+
+    def _adapt(self, messages: list[dict]) -> list[dict]:
+        """The messages with the roles and calls that this template shows."""
+        adapted = []
+        for message in messages:
+            if message["role"] == "developer" and not self._shows_developer:
+                message = {**message, "role": "system"}
+            if message.get("tool_calls") and self._takes_argument_texts:
+                calls = [_with_argument_text(call) for call in message["tool_calls"]]
+                message = {**message, "tool_calls": calls}
+            adapted.append(message)
+        return adapted
+
+    @cached_property
+    def _shows_developer(self) -> bool:
+        """Whether the template shows messages with the role developer."""
+        messages = [{"role": "developer", "content": PROBE}, {"role": "user", "content": "?"}]
+        return PROBE in self._try_template(messages)
+
+    @cached_property
+    def _takes_argument_texts(self) -> bool:
+        """Whether the template shows the arguments of calls right only if they are JSON text."""
+        function = {"name": PROBE, "arguments": {"name": PROBE}}
+        call = {"id": "000000000", "type": "function", "function": function}
+
+        def shows(call: dict) -> bool:
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            text = self._try_template([{"role": "user", "content": "?"}, reply])
+            # Not as Python writes it, nor as a text within a text.
+            return text.count(PROBE) == 2 and not re.search(rf"['\\\\]\W?{PROBE}", text)
+
+        return not shows(call) and shows(_with_argument_text(call))
+
+    def _try_template(self, messages: list[dict]) -> str:
+        """The text of the messages; "" if the template refuses them."""
+        try:
+            return self._fill_template(messages, None, False)
+        except (TemplateError, TypeError):
+            return ""
+
+    def _fill_template(
+        self, messages: list[dict], tools: list | None, add_generation_prompt: bool
+    ) -> str:
         template = self.tokenizer.get_chat_template(tools=tools)
         variables = dict(self.variables)
         if "strftime_now" in template:
@@ -425,6 +502,21 @@ class ChatTemplate:
                 "the tokenizer has no eos_token to end a reply with: set one in the model folder"
             )
         return [*tokens, self.tokenizer.eos_token_id], len(tokens) + 1
+
+
+def _shows(text: str, content: str) -> bool:
+    """Whether the content is in the text, apart from white space."""
+    return content.strip() in text or "".join(content.split()) in "".join(text.split())
+
+
+def _with_argument_text(call: dict) -> dict:
+    """A call with its arguments as JSON text."""
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), dict):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    written = {**function, "arguments": text}
+    return {**call, "function": written} if "function" in call else written
 
 
 def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:

@@ -24,9 +24,11 @@ from rl2.data.formats import (
     read_ppo_row,
     read_sft_row,
 )
-from rl2.data.messages import abbreviate
+from rl2.data.messages import abbreviate, is_trained
+from rl2.data.probe import find_unshown
 from rl2.data.rows import Rows, check_problems
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
+from rl2.parallel.rank import is_first_rank
 
 TOKENS_SCHEMA = pyarrow.schema(
     {
@@ -99,6 +101,7 @@ class Examples:
         self.template = template
         self.kind = kind
         template.warn_of_ignored([rows[kind.first] for kind in rows.kinds])
+        self._print_unshown()
         key = None
         if rows.key:
             key = table_key(rows.key, pickle.dumps(kind), template.dependencies())
@@ -148,6 +151,23 @@ class Examples:
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
         return Example(index, self.rows[index], self._sequences(index), self.source)
+
+    def _print_unshown(self) -> None:
+        """Prints what the chat template does not show. ValueError names rows that are refused."""
+        problems: dict[str, list[str]] = defaultdict(list)
+        warnings: dict[str, str] = {}  # and the first row of each
+        for form in self.rows.kinds:
+            row = self.rows[form.first]
+            if isinstance(row["messages"], str):
+                continue
+            try:
+                for warning in find_unshown(self.template, row, self.kind.render):
+                    warnings.setdefault(warning, form.location)
+            except ValueError as error:
+                problems[str(error)] += [form.location] * form.count
+        check_problems(self.rows.path, problems)
+        for warning, location in warnings.items() if is_first_rank() else ():
+            print(f"{warning} (first in {location})")
 
     def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
         """The sequences of a row, from the tokens of its texts."""
@@ -477,7 +497,7 @@ def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[Re
         return [template.render_reply(messages, completion, tools)]
     first = len(messages) if completion else 0
     messages = messages + (completion or [])
-    reply_indices = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    reply_indices = [i for i in range(first, len(messages)) if is_trained(messages[i])]
     if turns == "last":
         reply_indices = reply_indices[-1:]
     return [template.render_reply(messages[:i], messages[i], tools) for i in reply_indices]
@@ -491,8 +511,8 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     )
     if chosen == rejected:
         raise ValueError(
-            "'chosen' and 'rejected' are the same text; remove the row: "
-            f"{abbreviate(row['chosen'])}"
+            "the chat template writes 'chosen' and 'rejected' as the same text, without what "
+            f"distinguishes them: {abbreviate(row['chosen'])}, {abbreviate(row['rejected'])}"
         )
     return [chosen, rejected]
 

@@ -10,9 +10,11 @@ Each `read_*_row` takes a row and returns it in this form with notes that say ho
 columns stay. ValueError tells why a row does not suit.
 """
 
+import math
 from typing import Any
 
 from rl2.data.messages import (
+    SYSTEM_ROLES,
     abbreviate,
     check_ends_before_reply,
     check_messages,
@@ -22,7 +24,9 @@ from rl2.data.messages import (
     describe_columns,
     ends_with_reply,
     find_oddities,
+    find_unread,
     read_column,
+    read_message,
 )
 
 ReadRow = tuple[dict, list[str]]  # the row, and notes
@@ -36,6 +40,7 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+SYSTEM_COLUMNS = ("system", "system_prompt")
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
 NO_TEMPLATE = "text in prompt is read as it is, without the chat template"  # a note
 
@@ -84,6 +89,7 @@ def read_sft_row(row: dict) -> ReadRow:
     row, notes = _read_messages(row)
     reply = row.pop(completion) if completion else None
     row.pop("completion", None)
+    notes += find_unread(row)
     if completion and not ends_with_reply(row["messages"]):
         row["completion"] = _to_reply(reply, completion)
         notes.append(f"{completion} is read as the reply that is trained")
@@ -122,7 +128,7 @@ def read_pair_row(row: dict) -> ReadRow:
     row["chosen"] = _to_reply(chosen, "chosen", is_one_message=True)
     row["rejected"] = _to_reply(rejected, "rejected", is_one_message=True)
     pair_margin(row)  # its check
-    return row, notes + find_oddities(row)
+    return row, notes + find_unread(row) + find_oddities(row)
 
 
 def read_labelled_row(row: dict) -> ReadRow:
@@ -139,7 +145,7 @@ def read_labelled_row(row: dict) -> ReadRow:
     row, notes = _read_messages(row)
     check_ends_before_reply(row["messages"])
     row["completion"] = _to_reply(completion, "completion", is_one_message=True)
-    return row, notes + find_oddities(row)
+    return row, notes + find_unread(row) + find_oddities(row)
 
 
 def is_pair(row: dict) -> bool:
@@ -152,6 +158,8 @@ def labels(row: dict) -> list[bool]:
     if is_pair(row):
         return [True, False]
     label = read_column(row, "label")
+    if isinstance(label, str):  # as csv has it
+        label = {"true": True, "false": False, "1": True, "0": False}.get(label.lower(), label)
     if label not in (True, False):  # 1 and 0 too, which columns of numbers have
         raise ValueError(
             f"column 'label': expected true (a desirable reply) or false, got {abbreviate(label)}"
@@ -162,26 +170,48 @@ def labels(row: dict) -> list[bool]:
 def pair_margin(row: dict) -> float:
     """By how much the chosen reply is better: the number in column `margin`, or 0 without one."""
     try:
-        return float(row.get("margin") or 0)
+        margin = float(row.get("margin") or 0)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"column 'margin': expected a number, got {abbreviate(row['margin'])}"
-        ) from None
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"column 'margin': expected a number, got {abbreviate(row['margin'])}")
+    return margin
 
 
 def _read_messages(row: dict) -> ReadRow:
-    """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations."""
+    """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations.
+
+    A column with the system prompt becomes the first message, unless the messages have their own.
+    """
     source = _first_column(row, *CONVERSATIONS) or "messages"
     value = read_column(row, source)
     messages = _to_messages(value)
     check_messages(messages)
     notes = [] if source == "messages" else [f"{source} is read as messages"]
-    if source == "prompt" and isinstance(value, str):
-        notes.append(NO_TEMPLATE)
-    if source == "messages" and messages != value:
+    if source == "messages" and not _is_list_of_messages(value):
         notes.append("messages is read as a list of messages with role and content")
     others = {name: item for name, item in row.items() if name != source}
+    system = next((name for name in SYSTEM_COLUMNS if name in row), None)
+    if system is not None:
+        # A text beside a system prompt is what the user says, as in rows of Orca.
+        messages = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        )
+        text = row[system]
+        if text and messages[0]["role"] not in SYSTEM_ROLES:
+            messages = [{"role": "system", "content": check_text(text, system)}, *messages]
+        notes.append(f"{system} is read as the system message")
+    elif source == "prompt" and isinstance(value, str):
+        notes.append(NO_TEMPLATE)
+    if any(message.get("weight") == 0 for message in messages if isinstance(message, dict)):
+        notes.append("replies of weight 0 are not trained")
     return others | {"messages": messages}, notes
+
+
+def _is_list_of_messages(value: Any) -> bool:
+    if isinstance(value, list):
+        return all("role" in message for message in value)
+    return isinstance(value, str)
 
 
 def _first_column(row: dict, *names: str) -> str | None:
@@ -195,17 +225,20 @@ def _to_messages(value: Any) -> Any:
         value = [value]
     if not isinstance(value, list):
         return value
-    return [_from_sharegpt(message) for message in value]
+    return [_to_message(message) for message in value]
 
 
-def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= {*message}:
+def _to_message(message: Any) -> Any:
+    if not isinstance(message, dict):
         return message
+    if "role" in message or not {"from", "value"} <= {*message}:
+        return read_message(message)
     sender = message["from"]
     if sender not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise ValueError(f"column 'conversations': from={sender!r} is unknown; it may be {known}")
-    return {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
+    others = {name: item for name, item in message.items() if name not in ("from", "value")}
+    return read_message({"role": SHAREGPT_ROLES[sender], "content": message["value"], **others})
 
 
 def _to_reply(value: Any, column: str, is_one_message: bool = False) -> str | dict | list[dict]:

@@ -1,18 +1,35 @@
-"""Checks of messages: what is refused with the reason, and what only looks odd.
+"""Messages of rows: how they are read, what is refused with the reason, and what only looks odd.
 
-A message is {"role": ..., "content": ...}. Its content is text or a list of parts, and may be
-missing beside `tool_calls`.
+A message is {"role": ..., "content": ...}. Its content is text, and may be missing beside
+`tool_calls`, the arguments of which are objects. `weight` is 0 in a reply that is not trained.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 Messages = str | list[dict[str, Any]]
 
+SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names that mean one of these. A template that writes any role would pass them to the model.
 MISTAKEN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+# The columns of a row, as formats.py reads it, that are conversations.
+CONVERSATION_COLUMNS = ("messages", "completion", "chosen", "rejected")
+# Fields of a reply that say whether it is trained, for OpenAI, axolotl, ms-swift and torchtune.
+TRAINED_FIELDS = ("weight", "train", "training", "trainable", "loss")
+UNTRAINED_FIELDS = ("masked",)
+# Columns that change what other trainers train, and that rl2 does not read.
+UNREAD_COLUMNS = (
+    "input",
+    "history",
+    "functions",
+    "weight",
+    "loss_weight",
+    "sample_weight",
+    "loss_mask",
+)
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
 
 
@@ -26,6 +43,72 @@ def check_messages(messages: Any, column: str = "messages") -> None:
     if isinstance(messages, list):
         for message in messages:
             _check_message(message, column)
+
+
+def read_message(message: dict) -> dict:
+    """A message in rl2's form: without nulls, its content joined, arguments of calls as objects.
+
+    Columnar files give every message the keys of all, with null for those that it lacks, while chat
+    templates ask whether a key exists. ValueError for what is no text, no call or no weight.
+    """
+    message = _drop_nulls(message)
+    if isinstance(message.get("content"), list):
+        message["content"] = join_parts(message["content"])
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_read_call(call) for call in calls]
+    is_trained = True
+    for name in (*TRAINED_FIELDS, *UNTRAINED_FIELDS):
+        if name not in message:
+            continue
+        if message.get("role") == "assistant":
+            value = message.pop(name)
+            if value not in (0, 1):
+                raise ValueError(
+                    f"{name}={abbreviate(value)} of a reply: it is trained or not, 1 or 0; "
+                    "data.weights.NAME weighs the rows of a file"
+                )
+            is_trained &= bool(value) != (name in UNTRAINED_FIELDS)
+        elif bool(message[name]) == (name in UNTRAINED_FIELDS):
+            del message[name]  # says that it is not trained, as no message but a reply is
+    return message if is_trained else message | {"weight": 0}
+
+
+def join_parts(parts: list) -> str:
+    """The text of a content that is a list of parts. ValueError for a part that is no text."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(f"content of type {kind!r} is not supported, only text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_call(call: Any) -> Any:
+    """A call of a tool with its arguments as an object."""
+    if not isinstance(call, dict):
+        raise ValueError(f"tool_calls: expected an object, got {abbreviate(call)}")
+    call = _drop_nulls(call)
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _read_call(call["function"])}
+    arguments = call.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # refused below
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            "tool_calls: expected arguments that are an object, or its JSON text, got "
+            f"{abbreviate(call['arguments'])}"
+        )
+    return call | {"arguments": arguments}
+
+
+def _drop_nulls(value: dict) -> dict:
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def ends_with_reply(messages: Messages) -> bool:
@@ -50,8 +133,16 @@ def check_reply(messages: list[dict], column: str = "messages") -> None:
             f"column '{column}': no message of the assistant to train on; add one, or remove the "
             "row"
         )
+    replies = [message for message in replies if is_trained(message)]
+    if not replies:
+        raise ValueError(f"column '{column}': every reply has weight 0; remove the row")
     if not any(_says_something(message) for message in replies):
         raise ValueError(f"column '{column}': every reply of the assistant is empty")
+
+
+def is_trained(message: dict) -> bool:
+    """Whether a message is a reply that is trained."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def check_text(text: Any, column: str) -> str:
@@ -70,10 +161,23 @@ def find_oddities(row: dict) -> list[str]:
         warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
     if roles and not {*roles} - {"system", "developer"}:
         warnings.append("warning: the conversation has no message of the user")
+    for message in messages if isinstance(messages, list) else []:
+        if message["role"] != "assistant" and any(message.get(n) for n in TRAINED_FIELDS):
+            warnings.append(f"warning: a message of the {message['role']} is never trained")
+            break
     for column in MEDIA_COLUMNS:
         if row.get(column):
             warnings.append(f"warning: column {column!r} is not shown to the model: it reads text")
     return warnings
+
+
+def find_unread(row: dict) -> list[str]:
+    """Warnings of columns that change what other trainers train, and that rl2 does not read."""
+    return [
+        f"warning: column {column!r} is not used: it is neither shown nor trained"
+        for column in UNREAD_COLUMNS
+        if row.get(column)
+    ]
 
 
 def read_column(row: dict, column: str) -> Any:
@@ -116,19 +220,40 @@ def _check_message(message: Any, column: str) -> None:
     known = MISTAKEN_ROLES.get(role.lower(), role.lower())
     if role != known and known in ROLES:
         raise ValueError(f"column '{column}': the role {role!r} is unknown; write {known!r}")
-    content = message.get("content")
-    if not isinstance(content, str | list) and not message.get("tool_calls"):
+    if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
         raise ValueError(
-            f"column '{column}': expected content that is text or a list, got {abbreviate(message)}"
+            f"column '{column}': expected content that is text, got {abbreviate(message)}"
         )
-    for part in content if isinstance(content, list) else []:
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise ValueError(
-                f"column '{column}': content of type {part['type']!r} is not supported, only text"
-            )
 
 
 def _says_something(message: dict) -> bool:
     content = message.get("content")
     has_text = bool(content.strip()) if isinstance(content, str) else bool(content)
     return has_text or bool(message.get("tool_calls"))
+
+
+def describe_form(row: dict) -> tuple:
+    """What the rendering of a row depends on, apart from its texts. Equal for rows of one form."""
+    conversations: list[Any] = []
+    for column in CONVERSATION_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, dict):
+            value = [value]
+        if isinstance(value, list):
+            forms = [_describe_message(message) for message in value]
+            # Pairs of neighbours, so that conversations of all lengths have few forms.
+            conversations.append(frozenset(zip([None, *forms], [*forms, None], strict=True)))
+        else:
+            conversations.append(type(value))
+    return (*row, *conversations, bool(row.get("tools")))
+
+
+def _describe_message(message: dict) -> tuple:
+    content = message.get("content")
+    has_text, is_tagged = bool(content), False
+    if isinstance(content, str):
+        beginning = content.lstrip()[:1]
+        has_text = bool(beginning)
+        is_tagged = beginning in ("<", "[") and ("</" in content or "[/" in content)
+    calls = message.get("tool_calls") or ()
+    return (*message, message["role"], has_text, is_tagged, bool(calls))

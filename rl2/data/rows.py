@@ -20,7 +20,7 @@ import pyarrow.parquet
 from huggingface_hub import HfApi
 
 from rl2.data.formats import ReadRow, rename_columns
-from rl2.data.messages import abbreviate
+from rl2.data.messages import abbreviate, describe_form
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 from rl2.parallel.rank import is_first_rank
 
@@ -35,12 +35,18 @@ PARSED_COLUMNS = (
     "rejected",
     "tools",
 )
+DATASETS_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 MAX_NESTING = 100  # levels of lists and objects in a cell: templates and environments recurse
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
 HUB_TIMEOUT_SECONDS = 10.0
 MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
+
+
+class CsvRow(dict):
+    """A row of a csv file, all cells of which are text."""
+
 
 # A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
 RawRow = Any
@@ -70,8 +76,9 @@ def load_rows(
     data set may end in a configuration and in a split that is read in place of `split`:
     openai/gsm8k:main@train.
 
-    In every format `messages`, other columns of conversations and `tools` may be JSON text, as they
-    are in csv. Other text in `messages` is a plain prompt. All other cells of a csv file stay text.
+    `tools`, and a list of messages in a column of conversations, may be JSON text, as in csv; in
+    other formats only where no row has a list in the column. Other text is plain text. All other
+    cells of a csv file stay text.
 
     `columns` renames columns, see `rename_columns`. `read(row)` is one of formats.py: it raises
     ValueError for a row that does not suit. All rows, or the first `limit`, are read; then
@@ -87,7 +94,8 @@ def load_rows(
 
     def build() -> Iterator[pyarrow.RecordBatch]:
         located_rows = itertools.islice(_read_rows(path, source), limit)
-        return check_rows(path, located_rows, read, columns)
+        is_text = partial(_has_lists, path, source, columns)
+        return check_rows(path, located_rows, read, columns, cache(is_text))
 
     rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
@@ -110,9 +118,8 @@ class Alike:
 class Rows(Sequence[dict]):
     """Rows that were read and checked. They are packed, and unpacked when asked for.
 
-    Rows of one kind have the same columns, and text or messages, with or without tools. `kinds` has
-    the rows of each kind, `notes` those that a note is about. `key` is the name of the table on
-    disk; None if it is in memory.
+    `kinds` has the rows of each form, see `describe_form`, `notes` those that a note is about.
+    `key` is the name of the table on disk; None if it is in memory.
     """
 
     def __init__(self, table: pyarrow.Table, path: str, key: str | None):
@@ -181,8 +188,12 @@ def check_rows(
     located_rows: Iterator[LocatedRow],
     read: Callable[[dict], ReadRow] | None,
     columns: dict[str, str],
+    is_text: Callable[[str], bool],
 ) -> Iterator[pyarrow.RecordBatch]:
-    """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
+    """The rows and their summary in batches. In the end ValueError lists the malformed rows.
+
+    `is_text(column)` says whether a text in the column of conversations is never JSON.
+    """
     problems: dict[str, list[str]] = defaultdict(list)
     kinds: dict[tuple, Alike] = {}
     all_notes: dict[str, Alike] = {}
@@ -191,13 +202,12 @@ def check_rows(
         packed = []
         for location, raw_row in chunk:
             try:
-                row = _parse_row(raw_row, columns)
+                row = _parse_row(raw_row, columns, is_text)
                 row, notes = read(row) if read else (row, [])
             except ValueError as error:
                 problems[str(error)].append(location)
                 continue
-            kind = (*row, isinstance(row.get("messages"), str), bool(row.get("tools")))
-            kinds.setdefault(kind, Alike(index, location)).count += 1
+            kinds.setdefault(describe_form(row), Alike(index, location)).count += 1
             for note in notes:
                 all_notes.setdefault(note, Alike(index, location)).count += 1
             packed.append({"row": pickle.dumps(row), "location": location})
@@ -224,12 +234,25 @@ def check_problems(path: str, problems: dict[str, list[str]]) -> None:
     raise ValueError("\n".join(lines))
 
 
-def _parse_row(row: RawRow, columns: dict[str, str]) -> dict:
-    """The row with its columns renamed, and JSON text of messages and tools parsed, without nulls.
+def _parse_row(row: RawRow, columns: dict[str, str], is_text: Callable[[str], bool]) -> dict:
+    """The row with its columns renamed, and JSON text of conversations and tools parsed."""
+    is_columnar = isinstance(row, pyarrow.RecordBatch)
+    is_csv = isinstance(row, CsvRow)
+    row = rename_columns(_unpack_row(row), columns)
+    for column, value in row.items():
+        # Columnar files give each struct the keys of all structs, with null for those it lacks.
+        drops_nulls = is_columnar and not isinstance(value, str) and column in PARSED_COLUMNS
+        if isinstance(value, str) and column == "tools":
+            value = _parse_json(value or "null", "column 'tools'")
+        elif isinstance(value, str) and column in PARSED_COLUMNS:
+            messages = _parse_messages(value, column)
+            if messages is not None and (is_csv or not is_text(column)):
+                value = messages
+        _, row[column] = _clean([column, value], column, drops_nulls)
+    return row
 
-    Columnar files give each struct the keys of all structs, with null for those it lacks. Chat
-    templates only ask whether a key exists.
-    """
+
+def _unpack_row(row: RawRow) -> dict:
     if isinstance(row, str):
         row = _parse_json(row, "row")
     elif isinstance(row, pyarrow.RecordBatch):
@@ -243,19 +266,38 @@ def _parse_row(row: RawRow, columns: dict[str, str]) -> dict:
         raise ValueError("expected a cell for each column of the header, got more")
     if MISSING_CELL in row.values():
         raise ValueError("expected a cell for each column of the header, got fewer")
-    row = rename_columns(row, columns)
-    for column, value in row.items():
-        _, row[column] = _clean([column, _parse_cell(value, column)], column)
     return row
 
 
-def _parse_cell(value: Any, column: str) -> Any:
-    """The value of a column. Text of a conversation is JSON if it begins like a list of objects."""
-    if not isinstance(value, str) or column not in PARSED_COLUMNS:
-        return value
-    if column != "tools" and not re.match(r"\s*\[\s*\{", value):
-        return value
-    return _parse_json(value or "null", f"column '{column}'")
+def _parse_messages(text: str, column: str) -> list[dict] | None:
+    """The list of messages that a text is in JSON; None for any other text.
+
+    ValueError for JSON with an error in a column that is named after messages.
+    """
+    if not re.match(r"\s*\[\s*\{", text):
+        return None
+    try:
+        value = _parse_json(text, f"column '{column}'")
+    except ValueError:
+        if column in ("messages", "conversations"):
+            raise
+        return None
+    is_conversation = isinstance(value, list) and all(
+        isinstance(message, dict) and message.keys() & {"role", "from"} for message in value
+    )
+    return value if is_conversation else None
+
+
+def _has_lists(path: str, source: Source, columns: dict[str, str], column: str) -> bool:
+    """Whether a row has a list in the column. Reads all rows again, which few data sets need."""
+    for _, raw_row in _read_rows(path, source):
+        try:
+            row = rename_columns(_unpack_row(raw_row), columns)
+        except ValueError:
+            continue  # refused where the rows are checked
+        if isinstance(row.get(column), list):
+            return True
+    return False
 
 
 def _parse_json(text: str, source: str) -> Any:
@@ -281,8 +323,8 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _clean(value: Any, column: str, level: int = 0) -> Any:
-    """The value in a column; in parsed columns, objects lose the keys whose value is null.
+def _clean(value: Any, column: str, drops_nulls: bool = False, level: int = 0) -> Any:
+    """The value in a column; with `drops_nulls`, objects lose the keys whose value is null.
 
     ValueError for nesting that is too deep, and for text that UTF-8 cannot hold. Such text has lone
     surrogates: halves of a pair, or bytes of a file that is not in UTF-8. Tokenizers refuse it, and
@@ -300,12 +342,13 @@ def _clean(value: Any, column: str, level: int = 0) -> Any:
         return value
     if level > MAX_NESTING:
         raise ValueError(f"column {column!r}: {TOO_DEEP}")
-    clean = partial(_clean, column=column, level=level + 1)
+    clean = partial(_clean, column=column, drops_nulls=drops_nulls, level=level + 1)
     if not isinstance(value, dict):
         return type(value)(map(clean, value))
-    keeps_nulls = column not in PARSED_COLUMNS
     return {
-        clean(key): clean(item) for key, item in value.items() if keeps_nulls or item is not None
+        clean(key): clean(item)
+        for key, item in value.items()
+        if item is not None or not drops_nulls
     }
 
 
@@ -362,7 +405,12 @@ def _find_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     folder = path / split if (path / split).is_dir() else path
-    files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
+    # `save_to_disk` of datasets writes descriptions in JSON beside the rows.
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix in READERS and file.name not in DATASETS_FILES
+    )
     if not files:
         raise ValueError(
             f"data path {folder}: this folder has no file that ends in one of {', '.join(READERS)}"
@@ -405,7 +453,7 @@ def _read_csv(file: Path) -> Iterator[NumberedRow]:
             raise ValueError(f"columns are separated by commas, and its header is {header!r}")
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
-            yield first_line, row
+            yield first_line, CsvRow(row)
             first_line = reader.line_num + 1
 
 

@@ -1,6 +1,5 @@
 """Calls of tools in the turns of a model, in the syntax that its own chat template writes."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -141,11 +140,9 @@ class CallReader:
 
     def _write_call(self, name: str, arguments: dict[str, Any]) -> str | None:
         """A turn that calls a tool, as the template writes it; None if it writes no calls."""
-        for call_id, content, is_text in product(IDS, ("", None), (False, True)):
-            call_id = call_id.format(name)
-            given = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
-            function = {"name": name, "arguments": given}
-            call = {"id": call_id, "type": "function", "function": function}
+        for call_id, content in product(IDS, ("", None)):
+            function = {"name": name, "arguments": arguments}
+            call = {"id": call_id.format(name), "type": "function", "function": function}
             message = {"role": "assistant", "content": content, "tool_calls": [call]}
             try:
                 turn = self.template.render_turn(message, [PROBE_SCHEMA])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl2.data.messages import check_messages
+from rl2.data.messages import check_messages, read_message
 from rl2.engine.base import SamplingParams
 from rl2.rollout.dialects.form import (
     MODEL,
@@ -13,7 +13,6 @@ from rl2.rollout.dialects.form import (
     check_fields,
     openai_error,
     read_stop,
-    read_text,
     to_call,
 )
 
@@ -26,11 +25,12 @@ write_error = openai_error
 
 def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
-    check_messages(body.get("messages"))
+    messages = [read_message(message) for message in body["messages"]]
+    check_messages(messages)
     check_fields(body, USED, FIXED, params)
     limits = [body[name] for name in LIMITS if body.get(name)]
     return ChatRequest(
-        messages=[_read_message(message) for message in body["messages"]],
+        messages=[_read_message(message) for message in messages],
         tools=body.get("tools") or None,
         max_tokens=min(limits, default=None),
         stop=read_stop(body.get("stop"), params),
@@ -40,7 +40,7 @@ def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     names = ("role", "name", "tool_call_id")
     plain = {name: message[name] for name in names if message.get(name)}
-    plain["content"] = read_text(message.get("content"))
+    plain["content"] = message.get("content", "")
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_read_call(call) for call in calls]
     return plain
@@ -48,7 +48,7 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return to_call(call.get("id"), function["name"], json.loads(function["arguments"]))
+    return to_call(call.get("id"), function["name"], function["arguments"])
 
 
 def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Whether a chat template shows the rows whole: what it drops is refused or named at the start.
+
+Templates skip roles, fields and calls that they do not know, without a word. So one row of each
+form is rendered with a probe, a word of its own, in the place of every text, and each probe has to
+come out once. Rows have one form if they have the same columns, roles, fields and neighbours; see
+`describe_form`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl2.data.chat import ChatTemplate
+from rl2.data.messages import CONVERSATION_COLUMNS
+
+Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
+
+UNPROBED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "id", "name", "type")
+# A content that begins with a part in tags, as reasoning: templates cut it out.
+TAGGED = re.compile(r"\s*(<[^<>/]+>|\[[A-Z_]+\])(.*?)(</[^<>]+>|\[/[A-Z_]+\])(.*)", re.DOTALL)
+
+
+@dataclass
+class Probes:
+    """The probes of a row, by the place that they have: its name for messages."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)  # places that may be left out with a warning
+
+    def plant(self, place: str, is_optional: bool = False) -> str:
+        """Returns a new probe for the place."""
+        self.words[place] = f"rl2probe{len(self.words)}x"
+        if is_optional:
+            self.optional.add(place)
+        return self.words[place]
+
+    def plant_conversation(self, value: Any, column: str) -> Any:
+        """The value of the column with probes for its texts. A plain text stays as it is."""
+        if isinstance(value, dict):
+            return self._plant_message(value, column)
+        if isinstance(value, list):
+            return [self._plant_message(m, f"{column}[{i}]") for i, m in enumerate(value)]
+        return value
+
+    def _plant_message(self, message: dict, place: str) -> dict:
+        planted = dict(message)
+        role = message["role"]
+        content = message.get("content")
+        tagged = TAGGED.fullmatch(content) if isinstance(content, str) else None
+        if tagged and role == "assistant":
+            opening, _, closing, rest = tagged.groups()
+            inside = self.plant(f"{opening}...{closing} of {place}.content ({role})", True)
+            after = self.plant(f"{place}.content ({role})") if rest.strip() else ""
+            planted["content"] = opening + inside + closing + after
+        elif isinstance(content, str) and content.strip():
+            planted["content"] = self.plant(f"{place}.content ({role})")
+        for name, value in message.items():
+            if name not in UNPROBED_FIELDS and isinstance(value, str) and value.strip():
+                planted[name] = self.plant(f"{place}.{name} ({role})", is_optional=True)
+        if calls := message.get("tool_calls"):
+            planted["tool_calls"] = [
+                self._plant_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ]
+        return planted
+
+    def _plant_call(self, call: dict, place: str) -> dict:
+        function = call.get("function", call)
+        name = self.plant(f"{place}.name")
+        planted = {**function, "name": name}
+        if isinstance(call.get("id"), str):  # Kimi writes functions.NAME:0 in the place of the name
+            call = {**call, "id": call["id"].replace(str(function.get("name")), name)}
+        if isinstance(function.get("arguments"), dict):
+            planted["arguments"] = {
+                name: self.plant(f"{place}.arguments.{name}") if isinstance(value, str) else value
+                for name, value in function["arguments"].items()
+            }
+        return {**call, "function": planted} if "function" in call else planted
+
+
+def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]:
+    """Warnings of what the template does not show of rows in the form of this one.
+
+    ValueError for the text of a message or a call: without it the row would mean something else.
+    """
+    probes = Probes()
+    planted = {
+        column: probes.plant_conversation(row[column], column)
+        for column in CONVERSATION_COLUMNS
+        if column in row
+    }
+    try:
+        rendered = render(template, row | planted)
+    except ValueError:
+        return []  # the row itself is refused too, with its own reason
+    texts = [text for reply in rendered for text in reply]
+    shown = {place: max(map(_counter(word), texts)) for place, word in probes.words.items()}
+    lost = [place for place, count in shown.items() if not count]
+    if refused := [place for place in lost if place not in probes.optional]:
+        raise ValueError(
+            f"the model's chat template does not show {', '.join(refused)}: give it another role "
+            "or place, write it into the content of a message that is shown, or set "
+            "data.chat_template to a template that shows it"
+        )
+    warnings = [f"warning: the model's chat template does not show {place}" for place in lost]
+    for place, count in shown.items():
+        if count > 1 and place.endswith(")"):  # a name of a call may come again with its result
+            warnings.append(f"warning: the model's chat template shows {place} {count} times")
+    for before, whole in (reply for reply in rendered if len(reply) == 2):
+        if not whole.startswith(before):
+            warnings.append(
+                "warning: the replies that are trained do not follow the prompt that the model "
+                f"answers, which ends with {before[-30:]!r}: the chat template writes its history "
+                "in another way"
+            )
+            break
+    return warnings
+
+
+def _counter(word: str) -> Callable[[str], int]:
+    return lambda text: text.count(word)

@@ -1,0 +1,268 @@
+"""What rows hold reaches the model whole, or the start refuses it or names what is left out.
+
+The templates are those of tests/templates, which behave as the published ones of the families do.
+"""
+
+import json
+
+import datasets
+import pytest
+from chat_families import make_template
+
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
+from rl2.data.formats import labels, read_labelled_row, read_pair_row
+from rl2.data.rows import load_rows
+
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "w"}
+EXACT = "chatml llama3 qwen3 gemma3 deepseek_r1 deepseek_v3 mistral_v3 glm4 phi4".split()
+
+
+def read(tmp_path, row, template, kind=SFT_ROWS, name="rows.jsonl"):
+    """[(text of a sequence, its trained text)] of the row."""
+    if isinstance(template, str):
+        template = make_template(template)
+    path = tmp_path / name
+    path.write_text(json.dumps(row) + "\n")
+    examples = Examples(load_rows(str(path), read=kind.read), template, kind, max_length=10_000)
+    sequences = []
+    for tokens, mask in examples[0].sequences:
+        trained = [token for token, is_trained in zip(tokens, mask, strict=False) if is_trained]
+        sequences.append((template.decode(tokens), template.decode(trained)))
+    return sequences
+
+
+def call(arguments, name="weather"):
+    function = {"name": name, "arguments": arguments}
+    calls = [{"type": "function", "id": "123456789", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parts_of_text_are_one_text(tmp_path, name):
+    parts = [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}]
+    reply = [{"type": "text", "text": "w"}]
+    row = {"messages": [{**USER, "content": parts}, {**ANSWER, "content": reply}]}
+    plain = {"messages": [{**USER, "content": "good day"}, ANSWER]}
+    assert read(tmp_path, row, name) == read(tmp_path, plain, name)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, 3])
+def test_a_part_without_text_is_refused(tmp_path, part):
+    with pytest.raises(ValueError, match="row 1: .*only text"):
+        read(tmp_path, {"messages": [{**USER, "content": [part]}, ANSWER]}, "chatml")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseek_v3", "glm4", "llama3", "phi3"])
+def test_a_developer_is_shown(tmp_path, name):
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    [(text, _)] = read(tmp_path, {"messages": messages}, name, PROMPT_ROWS)
+    assert text.count("Be brief.") == 1
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3", "llama3", "gemma3"])
+def test_a_late_system_message_is_shown_or_refused(tmp_path, name):
+    late = {"role": "system", "content": "Now in French."}
+    row = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER, late, USER]}
+    try:
+        [(text, _)] = read(tmp_path, row, name, PROMPT_ROWS)
+    except ValueError as error:
+        assert "messages[3]" in str(error) or "refuses" in str(error)
+    else:
+        assert text.count("Now in French.") == 1
+
+
+def chatml_with(source):
+    """ChatML's tokenizer with another template."""
+    template = make_template("chatml")
+    template.tokenizer.chat_template = source
+    return template
+
+
+def test_a_message_that_the_template_skips_is_refused_by_name(tmp_path):
+    template = chatml_with(
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    row = {"messages": [USER, {"role": "system", "content": "Be brief."}, USER]}
+    with pytest.raises(ValueError, match=r"row 1: .*does not show messages\[1\].content \(system"):
+        read(tmp_path, row, template, PROMPT_ROWS)
+
+
+@pytest.mark.parametrize("content", ["<think>because</think>w", "<think>\nbecause\n</think>\n\nw"])
+@pytest.mark.parametrize("name", EXACT)
+def test_reasoning_is_trained(tmp_path, name, content):
+    [(text, trained)] = read(tmp_path, {"messages": [USER, {**ANSWER, "content": content}]}, name)
+    assert "because" in trained and "w" in trained.partition("</think>")[2]
+    assert text.count("<think>") == 1 and text.count("</think>") == 1
+
+
+def test_a_reply_after_a_prompt_that_ends_the_reasoning_is_refused(tmp_path):
+    template = chatml_with(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.content.split('</think>')[-1] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n</think>' }}{% endif %}"
+    )
+    row = {"messages": [USER, {**ANSWER, "content": "<think>because</think>w"}]}
+    with pytest.raises(ValueError, match="row 1: .*does not show the whole reply: .*because"):
+        read(tmp_path, row, template)
+
+
+def test_pairs_may_differ_in_their_reasoning_only(tmp_path):
+    row = {
+        "messages": [USER],
+        "chosen": "<think>because</think>w",
+        "rejected": "<think>hm</think>w",
+    }
+    [(_, chosen), (_, rejected)] = read(tmp_path, row, "deepseek_r1", PAIR_ROWS)
+    assert "because" in chosen and "hm" in rejected
+
+
+def test_a_field_of_reasoning_that_is_not_shown_is_named(tmp_path, capsys):
+    row = {"messages": [USER, {**ANSWER, "reasoning_content": "because"}]}
+    shows = chatml_with(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    [(_, trained)] = read(tmp_path, row, shows)
+    assert trained.startswith("<think>because</think>w")
+    assert "warning" not in capsys.readouterr().out
+    read(tmp_path, row, "llama3")
+    assert "does not show messages[1].reasoning_content" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3", "smollm2"])
+def test_calls_that_the_template_does_not_write_are_refused(tmp_path, name):
+    row = {"messages": [USER, call({"city": "Rome"})]}
+    with pytest.raises(ValueError, match=r"does not show messages\[1\].tool_calls\[0\].name"):
+        read(tmp_path, row, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "llama3_1", "deepseek_v3", "mistral_v3", "kimi_k2", "glm4_5"]
+)
+def test_arguments_are_objects_or_their_json_text(tmp_path, name):
+    arguments = {"city": "Rome", "days": None}
+    rows = [{"messages": [USER, call(given)]} for given in (arguments, json.dumps(arguments))]
+    if name == "kimi_k2":  # writes ids in the place of names
+        for row in rows:
+            row["messages"][1]["tool_calls"][0]["id"] = "functions.weather:0"
+    of_object, of_text = (read(tmp_path, row, name) for row in rows)
+    assert of_object == of_text
+    [(_, trained)] = of_object
+    assert "Rome" in trained and "days" in trained and '\\"' not in trained
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}"])
+def test_arguments_may_be_empty(tmp_path, arguments):
+    empty = read(tmp_path, {"messages": [USER, call({})]}, "qwen3")
+    assert read(tmp_path, {"messages": [USER, call(arguments)]}, "qwen3") == empty
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", 3])
+def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
+    with pytest.raises(ValueError, match="row 1: tool_calls: expected arguments"):
+        read(tmp_path, {"messages": [USER, call(arguments)]}, "qwen3")
+
+
+def test_only_columnar_files_lose_nulls(tmp_path):
+    row = {"messages": [USER, call({"city": "Rome", "days": None})]}
+    other = {"messages": [USER, call({"day": 1})]}
+    datasets.Dataset.from_list([row, other]).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = []
+    for name in ("rows.jsonl", "rows.parquet"):
+        rows = load_rows(str(tmp_path / name), read=SFT_ROWS.read)
+        [called] = rows[0]["messages"][1]["tool_calls"]
+        arguments.append(called["function"]["arguments"])
+    assert arguments == [{"city": "Rome", "days": None}, {"city": "Rome"}]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}],
+    ids=str,
+)
+def test_a_reply_of_weight_0_is_not_trained(tmp_path, field):
+    first = {**ANSWER, "content": "first", **field}
+    [(text, trained)] = read(tmp_path, {"messages": [USER, first, USER, ANSWER]}, "chatml")
+    assert "first" in text and "first" not in trained and "w" in trained
+    shared = {"from": "gpt", "value": "first", **field}
+    turns = [{"from": "human", "value": "hello"}, shared, {"from": "human", "value": "hello"}]
+    row = {"conversations": [*turns, {"from": "gpt", "value": "w"}]}
+    assert read(tmp_path, row, "chatml") == [(text, trained)]
+
+
+def test_weights_that_cannot_be_kept_are_refused(tmp_path):
+    for messages, message in (
+        ([USER, {**ANSWER, "weight": 0.5}], "weight=0.5 of a reply"),
+        ([USER, {**ANSWER, "weight": 0}], "every reply has weight 0"),
+    ):
+        with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+            read(tmp_path, {"messages": messages}, "chatml")
+
+
+def test_a_column_with_the_system_prompt_is_read(tmp_path):
+    [(text, _)] = read(tmp_path, {"system": "Be brief.", "messages": [USER, ANSWER]}, "chatml")
+    assert text.count("Be brief.") == 1
+    row = {"system": "Be brief.", "prompt": "hello", "chosen": "w", "rejected": "v"}
+    (text, _), _ = read(tmp_path, row, "chatml", PAIR_ROWS)
+    assert text.startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>"
+    )
+    own = [{"role": "system", "content": "Be kind."}, USER, ANSWER]
+    assert "brief" not in str(read(tmp_path, {"system": "Be brief.", "messages": own}, "chatml"))
+
+
+@pytest.mark.parametrize("column", ["input", "history", "loss_weight"])
+def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, capsys):
+    row = {"messages": [USER], "completion": "w", column: "x"}
+    read(tmp_path, row, "chatml")
+    assert f"warning: column '{column}' is not used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"a": 1}]', "[{broken", '[{"role": "user", "content": "x"}, 1]']
+)
+def test_text_that_begins_like_json_is_text(tmp_path, text):
+    row = {"prompt": text, "completion": text}
+    [(whole, trained)] = read(tmp_path, row, "chatml")
+    assert whole.startswith(text + text) and trained.startswith(text)
+    row = {"messages": [USER], "chosen": text, "rejected": "w"}
+    assert read(tmp_path, row, "chatml", PAIR_ROWS)[0][1].startswith(text)
+
+
+def test_json_text_of_messages_is_parsed_where_the_column_has_no_list(tmp_path):
+    messages = json.dumps([USER])
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": messages, "completion": "w"}) + "\n")
+    assert load_rows(str(path), read=SFT_ROWS.read)[0]["messages"] == [USER]
+    lines = [{"prompt": messages, "completion": "w"}, {"prompt": [USER], "completion": [ANSWER]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_rows(str(path), read=SFT_ROWS.read)[0]["messages"] == messages
+
+
+@pytest.mark.parametrize("margin", ["NaN", "Infinity", '"nan"', '"x"'])
+def test_a_margin_is_a_finite_number(tmp_path, margin):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {margin}}}\n')
+    with pytest.raises(ValueError, match="row 1: column 'margin': expected a number"):
+        load_rows(str(path), read=read_pair_row)
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    rows = [{"messages": [USER, ANSWER]}] * 3
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    assert len(load_rows(str(tmp_path / "rows"), read=SFT_ROWS.read)) == 3
+
+
+def test_labels_of_csv_are_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion,label\na,b,True\na,c,false\n")
+    examples = load_rows(str(path), read=read_labelled_row)
+    assert [labels(row) for row in examples] == [[True], [False]]
+    template = ChatTemplate(make_template("chatml").tokenizer)
+    assert len(Examples(examples, template, LABELLED_ROWS, max_length=99)) == 2
