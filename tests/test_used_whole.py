@@ -156,6 +156,20 @@ def test_arguments_are_objects_or_their_json_text(tmp_path, name):
     assert "Rome" in trained and "days" in trained and '\\"' not in trained
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "deepseek_v3", "deepseek_r1"])
+def test_calls_need_no_content(tmp_path, name):
+    empty = call({"city": "Rome"})
+    without = {field: value for field, value in empty.items() if field != "content"}
+    for reply in (without, {**empty, "content": None}):
+        row = {"messages": [USER, reply]}
+        assert read(tmp_path, row, name) == read(tmp_path, {"messages": [USER, empty]}, name)
+
+
+def test_a_prompt_that_begins_the_reply_in_another_way_is_named(tmp_path, capsys):
+    read(tmp_path, {"messages": [USER, ANSWER]}, "deepseek_r1")
+    assert r"ends a prompt with '<think>\n', which is not in front" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", ["", None, "{}"])
 def test_arguments_may_be_empty(tmp_path, arguments):
     empty = read(tmp_path, {"messages": [USER, call({})]}, "qwen3")
@@ -199,6 +213,7 @@ def test_a_reply_of_weight_0_is_not_trained(tmp_path, field):
 def test_weights_that_cannot_be_kept_are_refused(tmp_path):
     for messages, message in (
         ([USER, {**ANSWER, "weight": 0.5}], "weight=0.5 of a reply"),
+        ([USER, {**ANSWER, "loss_scale": 0.3}], "loss_scale=0.3 of a reply"),
         ([USER, {**ANSWER, "weight": 0}], "every reply has weight 0"),
     ):
         with pytest.raises(ValueError, match=f"row 1: .*{message}"):

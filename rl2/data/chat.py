@@ -429,6 +429,7 @@ class ChatTemplate:
         """The messages with the roles and calls that this template shows."""
         adapted = []
         for message in messages:
+            message = {"content": "", **message}  # beside calls it may be missing
             if message["role"] == "developer" and not self._shows_developer:
                 message = {**message, "role": "system"}
             if message.get("tool_calls") and self._takes_argument_texts:

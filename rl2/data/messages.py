@@ -18,7 +18,7 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 # The columns of a row, as formats.py reads it, that are conversations.
 CONVERSATION_COLUMNS = ("messages", "completion", "chosen", "rejected")
 # Fields of a reply that say whether it is trained, for OpenAI, axolotl, ms-swift and torchtune.
-TRAINED_FIELDS = ("weight", "train", "training", "trainable", "loss")
+TRAINED_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_scale")
 UNTRAINED_FIELDS = ("masked",)
 # Columns that change what other trainers train, and that rl2 does not read.
 UNREAD_COLUMNS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.messages import CONVERSATION_COLUMNS
+from rl2.data.messages import CONVERSATION_COLUMNS, common_prefix_length
 
 Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
 
@@ -107,11 +107,11 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
         if count > 1 and place.endswith(")"):  # a name of a call may come again with its result
             warnings.append(f"warning: the model's chat template shows {place} {count} times")
     for before, whole in (reply for reply in rendered if len(reply) == 2):
-        if not whole.startswith(before):
+        beginning = before[common_prefix_length(before, whole) :]
+        if beginning:
             warnings.append(
-                "warning: the replies that are trained do not follow the prompt that the model "
-                f"answers, which ends with {before[-30:]!r}: the chat template writes its history "
-                "in another way"
+                f"warning: the chat template ends a prompt with {beginning!r}, which is not in "
+                "front of the replies that are trained"
             )
             break
     return warnings
