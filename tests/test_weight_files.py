@@ -5,15 +5,18 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_critic, make_model
+from common import make_critic, make_model, write_letter_task
 from parity import worker_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.folder import check_model
 from rl2.parallel.mesh import init_distributed
+from rl2.trainer.ppo_run import set_up
 from rl2.worker import Worker
 
 
@@ -140,6 +143,24 @@ def test_layers_that_predict_several_tokens_are_named(tmp_path, device, capfd, f
     assert f"{name}: transformers ignores {key}; an export lacks them" in capfd.readouterr().out
 
 
+def make_gpt2(folder):
+    """Saves a GPT-2, which has Conv1D in the place of linear layers, and returns its path."""
+    name = make_model(folder)  # its tokenizer
+    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(name)
+    return name
+
+
+def test_masks_in_the_files_of_gpt2_are_allowed(tmp_path, device, capfd):
+    """Its first files hold the body alone, with masks."""
+    name = make_gpt2(tmp_path / "model")
+    weights = {key.removeprefix("transformer."): w for key, w in read_files(name).items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.ones(1)}
+    write_files(name, weights | masks)
+    Worker(worker_config(name), device, False, 4)
+    assert "ignores" not in capfd.readouterr().out
+
+
 METHODS = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "hqq", "torchao", "modelopt")
 
 
@@ -150,6 +171,16 @@ def test_quantized_models_are_refused_by_their_config(tmp_path, method):
     for critic in (False, True):
         with pytest.raises(ValueError, match=rf"key={name}: .* \({method}\).* unquantized model"):
             check_model("key", name, critic)
+
+
+def test_a_quantized_model_is_refused_before_the_rows_are_read(tmp_path):
+    name = make_model(tmp_path / "model")
+    change_config(name, quantization_config={"quant_method": "gptq", "bits": 4})
+    folder = tmp_path / "run"
+    words = [f"actor.model_name={name}", *write_letter_task(tmp_path)]
+    (tmp_path / "train.jsonl").write_text("no rows")
+    with pytest.raises(ValueError, match=r"actor.model_name=.* \(gptq\)"):
+        set_up(parse(PPOConfig, [*words, f"trainer.save_dir={folder}"]))
 
 
 def quantize_to_fp8(name):
@@ -190,9 +221,7 @@ def test_an_fp8_base_is_trained_and_exported_as_plain_weights(tmp_path, device, 
 
 @pytest.mark.parametrize("targets", [[], ["c_attn"]])
 def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path, device, targets):
-    name = make_model(tmp_path / "model")  # its tokenizer
-    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
-    AutoModelForCausalLM.from_config(config).save_pretrained(name)
+    name = make_gpt2(tmp_path / "model")
     settings = worker_config(name, lora_rank=2, lora_targets=targets)
     with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
         Worker(settings, device, False, 4)

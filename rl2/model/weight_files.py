@@ -134,7 +134,9 @@ def lost_weights(name: str, hf: Any) -> str | None:
     elif path is not None:
         with safe_open(path, "pt") as file:
             names = file.keys()
-    lost = ignored_weights(hf, names) - hf.state_dict().keys()
+    own = hf.state_dict().keys()
+    body = f"{hf.base_model_prefix}."  # files of a body alone leave it out
+    lost = ignored_weights(hf, names) - own - {key.removeprefix(body) for key in own}
     lost = {key for key in lost if not CONSTANT.search(key)}
     return _some(lost) if lost else None
 
