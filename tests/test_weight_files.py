@@ -1,11 +1,12 @@
 """Weights that are not those of config.json are refused; what is left out on purpose is allowed."""
 
+import importlib.util
 import json
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_critic, make_model, write_letter_task
+from common import ROOT, make_critic, make_model, write_letter_task
 from parity import worker_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
@@ -116,6 +117,14 @@ def test_a_reward_model_with_other_weights_is_refused(tmp_path, device):
     write_files(name, {**read_files(name), "score.bias": torch.ones(1)})
     with pytest.raises(ValueError, match="lacks score.bias"):
         Worker(worker_config(name), device, True, 4)
+
+
+def test_a_reward_env_refuses_a_model_without_a_score_head(tmp_path):
+    spec = importlib.util.spec_from_file_location("reward_env", ROOT / "envs/reward_model.py")
+    env = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(env)
+    with pytest.raises(ValueError, match="RL2_REWARD_MODEL=.* lacks score.weight"):
+        env.load_model(make_model(tmp_path / "model"))
 
 
 def test_constants_and_the_head_below_a_critic_are_allowed(tmp_path, device, capfd):
