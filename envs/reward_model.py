@@ -58,7 +58,14 @@ def score_in_process(messages):
 def load_model(folder):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype="float32", output_loading_info=True
+    )
+    if report["missing_keys"]:  # they would be random numbers
+        raise ValueError(
+            f"RL2_REWARD_MODEL={folder} lacks {min(report['missing_keys'])}: give the folder of a "
+            "reward model, which rl2.trainer.rm trains"
+        )
     return AutoTokenizer.from_pretrained(folder), model.eval()
 
 

@@ -62,6 +62,7 @@ from rl2.model.logits import capped
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.routing import Routing
 from rl2.model.towers import language_model_class
+from rl2.model.weight_files import read_weights
 from rl2.rounding import round_up
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
@@ -163,8 +164,9 @@ class LocalEngine(Engine):
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
         config = AutoConfig.from_pretrained(settings.model_name)
-        model: Any = language_model_class(config).from_pretrained(
-            settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
+        model_class = language_model_class(config)
+        model, _ = read_weights(
+            model_class, settings.model_name, config, settings.dtype, attn_implementation="rl2"
         )
         self.adapters = settings.adapters
         if self.adapters is not None:

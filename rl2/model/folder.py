@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from rl2.model.towers import is_language_model
+from rl2.model.weight_files import INDEX, quantization_problem
 
 HUB_TIMEOUT_SECONDS = 10.0
-INDEX = "model.safetensors.index.json"
 # Scalings of rotary positions that depend on the longest sequence of a forward pass.
 SCALED_ROPE = ("dynamic", "longrope")
 
@@ -182,6 +182,8 @@ def _read_config(label: str, name: str) -> PreTrainedConfig:
 
 def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
     """Whether it is a language model; for a critic, a model with one label does as well."""
+    if problem := quantization_problem(config):
+        raise ValueError(f"{label}: {problem}")
     [architecture] = (config.architectures or [""])[:1]
     is_classifier = "Classification" in architecture
     if critic:

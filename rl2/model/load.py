@@ -16,10 +16,7 @@ from transformers import (
 )
 from transformers.utils.logging import (
     disable_progress_bar,
-    get_verbosity,
     set_tqdm_hook,
-    set_verbosity,
-    set_verbosity_error,
 )
 
 from rl2 import progress
@@ -37,6 +34,7 @@ from rl2.model.routers import freeze_routers
 from rl2.model.routing import Routing
 from rl2.model.token_model import TokenModel
 from rl2.model.towers import find_towers, freeze_towers, language_model_class
+from rl2.model.weight_files import lost_weights, read_weights, without_quantization
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
 from rl2.parallel.mesh import Mesh, broadcast_object
@@ -53,16 +51,14 @@ class HuggingFaceFiles:
     def read(
         self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
     ) -> tuple[Any, set[str]]:
-        """Returns the model in host memory, and the names of the weights that the files lack."""
-        verbosity = get_verbosity()
-        set_verbosity_error()  # transformers reports a critic's new head in colours
-        try:
-            hf, report = model_class.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True
-            )
-        finally:
-            set_verbosity(verbosity)
-        return hf, set(report["missing_keys"])
+        """Returns the model in host memory, and the names of a critic's new weights.
+
+        ValueError if the weights are not those of the model.
+        """
+        hf, new = read_weights(model_class, name, config, dtype)
+        if lost := lost_weights(name, hf):
+            print(f"{name}: transformers ignores {lost}; an export lacks them")
+        return hf, new
 
 
 FILES = HuggingFaceFiles()
@@ -109,7 +105,8 @@ def load_model(
     all_in_fp32 = trainable and lora_settings is None
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
-        hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
+        plain_config = without_quantization(config)
+        hf = model_class.from_config(plain_config, attn_implementation="rl2", dtype=parameter_dtype)
         check_layout(name, hf, Ring(mesh.sp).size, mesh.tp.size() if mesh.tp else 1)
         freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
@@ -189,13 +186,19 @@ def _read_whole(
     full = None
     problem = None
     if dist.get_rank() == 0:
-        full_hf, missing = read()
-        lora.inject(full_hf, lora_settings)
-        lora.read_weights(full_hf, lora_settings)
-        full, problem = _complete(full_hf.state_dict(), missing)
+        try:
+            full_hf, new = read()
+        except ValueError as error:
+            problem = str(error)
+        else:
+            lora.inject(full_hf, lora_settings)
+            lora.read_weights(full_hf, lora_settings)
+            full = full_hf.state_dict()
+            for key in new:
+                full[key].zero_()  # a new critic starts from V = 0, not from noise
     problem = broadcast_object(problem)
     if problem is not None:
-        raise ValueError(f"the weights of {name} cannot be used: {problem}")
+        raise ValueError(problem)
     return full
 
 
@@ -244,20 +247,3 @@ def _make_balance(name: str, hf: Any, coefficient: float, mesh: Mesh) -> LoadBal
     if is_first_rank():
         print(f"{name}: load-balancing loss of the routers, times {coefficient:g}")
     return balance
-
-
-def _complete(
-    weights: dict[str, Tensor], missing: set[str]
-) -> tuple[dict[str, Tensor], str | None]:
-    """(the whole weights of a model by their names in it, what is wrong with them).
-
-    `missing` are those that its files lack.
-    """
-    if "score.weight" in missing:
-        # A critic made from a language model starts from V = 0, not from noise.
-        weights["score.weight"].zero_()
-        missing = missing - {"score.weight"}
-    problem = None
-    if missing:
-        problem = f"the files lack {len(missing)} of them, such as {min(missing)}"
-    return weights, problem

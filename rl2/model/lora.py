@@ -125,6 +125,11 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
 
     linear_names, excluded_names = _linear_layers(hf, settings.with_routers)
     kinds = sorted({_kind(name) for name in linear_names})
+    if not kinds:
+        raise ValueError(
+            f"lora_rank={settings.rank}: {type(hf).__name__} has no linear layer (torch.nn.Linear) "
+            "that can have an adapter; set lora_rank=0, or choose another model"
+        )
     _check_targets(settings.targets, linear_names, kinds)
     alpha: Any = settings.alpha  # peft takes a float, though its type says int
     return LoraConfig(

@@ -99,17 +99,17 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     processes of the job get a world of their own.
     """
     claim = claim_folder(config)
+    tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
+    if needs_critic(config.adv.estimator) and config.critic.model_name:
+        check_model("critic.model_name", config.critic.model_name, critic=True)
+    if loads_teacher(config):
+        check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
     rows, envs = read_ppo_inputs(config, functions)
     device = init_distributed()
     folder = RunFolder(config, claim)
     link = split_world(num_samplers) if num_samplers else None
     is_training = not config.trainer.eval_only and not (link and link.is_sampler)
-    tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
     template = make_chat_template(config.data, tokenizer, folder.start.date)
-    if needs_critic(config.adv.estimator) and config.critic.model_name:
-        check_model("critic.model_name", config.critic.model_name, critic=True)
-    if loads_teacher(config):
-        check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
     if has_full_kl(config):
         check_teacher_vocabulary(config)
     prompts, tests = make_prompts(config, rows, template)

@@ -1,0 +1,236 @@
+"""Weights that are not those of config.json are refused; what is left out on purpose is allowed."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import ROOT, make_critic, make_model, write_letter_task
+from parity import worker_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model.folder import check_model
+from rl2.parallel.mesh import init_distributed
+from rl2.trainer.ppo_run import set_up
+from rl2.worker import Worker
+
+
+@pytest.fixture
+def device():
+    """Yields the device of a process group with one process."""
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+def read_files(name):
+    return load_file(f"{name}/model.safetensors")
+
+
+def write_files(name, weights):
+    save_file(weights, f"{name}/model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(name, **changes):
+    with open(f"{name}/config.json") as file:
+        config = json.load(file)
+    with open(f"{name}/config.json", "w") as file:
+        json.dump(config | changes, file)
+
+
+def with_bias(weights):
+    weights["model.layers.0.mlp.up_proj.bias"] = torch.ones(64)
+
+
+def with_adapters(weights):
+    for layer in range(2):
+        for part in "AB":
+            weights[f"model.layers.{layer}.mlp.up_proj.lora_{part}.weight"] = torch.ones(2, 2)
+
+
+def with_another_layer(weights):
+    weights["model.layers.2.input_layernorm.weight"] = torch.ones(32)
+
+
+def without_norm(weights):
+    del weights["model.norm.weight"]
+
+
+def with_other_shape(weights):
+    weights["model.norm.weight"] = torch.ones(31)
+
+
+def with_own_head(weights):
+    weights["lm_head.weight"] = torch.ones(98, 32)
+
+
+def without_own_head(weights):
+    del weights["lm_head.weight"]
+
+
+CHANGES = [
+    (with_bias, "config.json lacks model.layers.0.mlp.up_proj.bias, which the files have"),
+    (with_adapters, "lacks 4 of them, such as model.layers.0.mlp.up_proj.lora_A.weight, "),
+    (with_another_layer, "lacks model.layers.2.input_layernorm.weight, which the files have"),
+    (without_norm, "the files lack model.norm.weight"),
+    (without_own_head, "the files lack lm_head.weight"),
+    (with_other_shape, r"shapes of model.norm.weight \(\[31\] in the files, \[32\] in the model"),
+    (with_own_head, "ties lm_head.weight to the embeddings, .* set tie_word_embeddings to false"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), CHANGES)
+def test_weights_of_another_model_are_refused(tmp_path, device, change, problem):
+    """By the worker of an actor, of a teacher (frozen) and of a critic, and by the engine."""
+    name = make_model(tmp_path / "model", tied=change is not without_own_head)
+    weights = read_files(name)
+    change(weights)
+    write_files(name, weights)
+    match = f"the weights of {name} cannot be used: .*{problem}"
+    for num_updates in (4, 0):
+        with pytest.raises(ValueError, match=match):
+            Worker(worker_config(name), device, False, num_updates)
+    with pytest.raises(ValueError, match=match):
+        LocalEngine(EngineSettings(name, torch.float32, torch.device("cpu")))
+    if change not in (with_own_head, without_own_head):  # a critic has none
+        with pytest.raises(ValueError, match=match):
+            Worker(worker_config(name), device, True, 4)
+
+
+def test_experts_that_are_not_whole_are_refused(tmp_path, device):
+    name = make_model(tmp_path / "model", "qwen3_moe", num_experts=4, moe_intermediate_size=16)
+    weights = read_files(name)
+    key = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    weights[key] = weights[key][:5].clone()
+    write_files(name, weights)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj are not whole"):
+        Worker(worker_config(name), device, False, 4)
+
+
+def test_a_reward_model_with_other_weights_is_refused(tmp_path, device):
+    name = make_critic(make_model(tmp_path / "model"))
+    write_files(name, {**read_files(name), "score.bias": torch.ones(1)})
+    with pytest.raises(ValueError, match="lacks score.bias"):
+        Worker(worker_config(name), device, True, 4)
+
+
+def test_a_reward_env_refuses_a_model_without_a_score_head(tmp_path):
+    spec = importlib.util.spec_from_file_location("reward_env", ROOT / "envs/reward_model.py")
+    env = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(env)
+    with pytest.raises(ValueError, match="RL2_REWARD_MODEL=.* lacks score.weight"):
+        env.load_model(make_model(tmp_path / "model"))
+
+
+def test_constants_and_the_head_below_a_critic_are_allowed(tmp_path, device, capfd):
+    name = make_model(tmp_path / "model", tied=False)
+    constants = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(4),
+        "model.layers.0.self_attn.masked_bias": torch.ones(1),
+        "model.layers.0.attn.bias": torch.ones(1, 1, 4, 4),
+    }
+    write_files(name, {**read_files(name), **constants})
+    for critic in (False, True):
+        Worker(worker_config(name), device, critic, 4)
+    assert "ignores" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
+def test_layers_that_predict_several_tokens_are_named(tmp_path, device, capfd, family):
+    """transformers ignores those of Qwen3-Next by their name; those of GLM are counted."""
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4}
+    name = make_model(tmp_path / "model", family, num_nextn_predict_layers=1, **sizes)
+    key = "mtp.fc.weight" if family == "qwen3_next" else "model.layers.2.eh_proj.weight"
+    write_files(name, {**read_files(name), key: torch.ones(2)})
+    Worker(worker_config(name), device, False, 4)
+    assert f"{name}: transformers ignores {key}; an export lacks them" in capfd.readouterr().out
+
+
+def make_gpt2(folder):
+    """Saves a GPT-2, which has Conv1D in the place of linear layers, and returns its path."""
+    name = make_model(folder)  # its tokenizer
+    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(name)
+    return name
+
+
+def test_masks_in_the_files_of_gpt2_are_allowed(tmp_path, device, capfd):
+    """Its first files hold the body alone, with masks."""
+    name = make_gpt2(tmp_path / "model")
+    weights = {key.removeprefix("transformer."): w for key, w in read_files(name).items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.ones(1)}
+    write_files(name, weights | masks)
+    Worker(worker_config(name), device, False, 4)
+    assert "ignores" not in capfd.readouterr().out
+
+
+METHODS = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "hqq", "torchao", "modelopt")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_models_are_refused_by_their_config(tmp_path, method):
+    name = make_model(tmp_path / "model")
+    change_config(name, quantization_config={"quant_method": method, "bits": 4})
+    for critic in (False, True):
+        with pytest.raises(ValueError, match=rf"key={name}: .* \({method}\).* unquantized model"):
+            check_model("key", name, critic)
+
+
+def test_a_quantized_model_is_refused_before_the_rows_are_read(tmp_path):
+    name = make_model(tmp_path / "model")
+    change_config(name, quantization_config={"quant_method": "gptq", "bits": 4})
+    folder = tmp_path / "run"
+    words = [f"actor.model_name={name}", *write_letter_task(tmp_path)]
+    (tmp_path / "train.jsonl").write_text("no rows")
+    with pytest.raises(ValueError, match=r"actor.model_name=.* \(gptq\)"):
+        set_up(parse(PPOConfig, [*words, f"trainer.save_dir={folder}"]))
+
+
+def quantize_to_fp8(name):
+    """Stores the linear layers as DeepSeek-V3 has them. Returns the weights that they stand for."""
+    files, plain = {}, {}
+    for key, weight in read_files(name).items():
+        plain[key] = files[key] = weight
+        if "_proj" in key:
+            files[key] = (weight / 0.25).to(torch.float8_e4m3fn)
+            files[f"{key}_scale_inv"] = torch.full((1, 1), 0.25)
+            plain[key] = files[key].float() * 0.25
+    write_files(name, files)
+    change_config(
+        name, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+    )
+    return plain
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}])
+def test_an_fp8_base_is_trained_and_exported_as_plain_weights(tmp_path, device, settings):
+    name = make_model(tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32)
+    plain = quantize_to_fp8(name)
+    check_model("key", name)
+    worker = Worker(worker_config(name, dtype="bfloat16", **settings), device, False, 4)
+    folder = str(tmp_path / "export")
+    worker.export(folder, AutoTokenizer.from_pretrained(name))
+    with open(f"{folder}/config.json") as file:
+        config = json.load(file)
+    assert "quantization_config" not in config
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    exported = read_files(folder)
+    assert exported.keys() == plain.keys()
+    for key, weight in plain.items():
+        assert torch.equal(exported[key], weight.bfloat16()), key
+    model = LocalEngine(EngineSettings(name, torch.float32, torch.device("cpu"))).model
+    assert model.model.layers[0].self_attn.o_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("targets", [[], ["c_attn"]])
+def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path, device, targets):
+    name = make_gpt2(tmp_path / "model")
+    settings = worker_config(name, lora_rank=2, lora_targets=targets)
+    with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
+        Worker(settings, device, False, 4)
