@@ -12,7 +12,7 @@ One step on a CPU, with a small model in the folder MODEL:
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
-from rl2.rewards.maths import asked_scale, quantity, same_number
+from rl2.rewards.maths import asked_scale, is_other_unit, quantity, same_number
 from rl2.rewards.text import conclusion
 
 
@@ -24,7 +24,7 @@ def reward_fn(messages, answer):
     """
     expected = str(answer).rpartition("####")[2]
     number = extract(messages)
-    is_right = same_number(number, expected)
+    is_right = same_number(number, expected) and not is_other_unit(_line(messages), messages)
     return {"right": float(is_right), "format": 0.0 if number is None else 0.1}
 
 
@@ -33,7 +33,11 @@ def extract(messages):
 
     60% is 60 if the question asks for a percentage, else 0.6.
     """
-    _, marker, field = conclusion(messages[-1]["content"]).rpartition("####")
-    line = field.strip().partition("\n")[0]
-    number = quantity(line, asked_scale(messages)) if marker else None
+    number = quantity(_line(messages), asked_scale(messages))
     return None if number is None else str(number)
+
+
+def _line(messages):
+    """Returns the line after the last ####, or an empty text."""
+    _, marker, field = conclusion(messages[-1]["content"]).rpartition("####")
+    return field.strip().partition("\n")[0] if marker else ""

@@ -3,12 +3,14 @@ that writes anything."""
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
 
 import maths_forms
 import maths_rewritings
@@ -148,10 +150,10 @@ def test_a_choice_is_one_letter(field):
     assert not same_choice(field, "B")
 
 
-def judge(reward_fn, reply, answer):
+def judge(reward_fn, reply, answer, question="How much is it?"):
     """Whether a ready-made environment calls a reply right."""
-    question = {"role": "user", "content": "How much is it?"}
-    reward = reward_fn([question, {"role": "assistant", "content": reply}], answer)
+    asked = {"role": "user", "content": question}
+    reward = reward_fn([asked, {"role": "assistant", "content": reply}], answer)
     return (reward["right"] if isinstance(reward, dict) else reward) == 1.0
 
 
@@ -174,6 +176,46 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases):
     print(f"{name}: accepted {len(accepted)} wrong forms and denied {len(denied)} right ones")
     assert not accepted
     assert len(denied) <= 0.03 * (counts[True, True] + counts[True, False]), denied
+
+
+@needs_math_verify
+@pytest.mark.parametrize("half, most_accepted", [("A", 0), ("B", 5)])
+def test_verdicts_on_forms_that_were_written_before_the_checker(half, most_accepted):
+    """Half A was read while the checker was changed, half B only counted: 5 of 264 are accepted."""
+    accepted, denied, num_right = [], [], 0
+    lines = (Path(__file__).parent / "cases" / "maths_held_out.jsonl").read_text("utf-8")
+    for entry in filter(lambda entry: entry["half"] == half, map(json.loads, lines.splitlines())):
+        form = "#### FIELD" if entry["env"] == "gsm8k" else r"So it is \boxed{FIELD}."
+        num_right += len(entry["right"])
+        for reply, answer, is_right in maths_forms.in_form(
+            form, [entry | {"answer": entry["gold"]}]
+        ):
+            reward_fn = import_env_file(entry["env"]).reward_fn
+            if judge(reward_fn, reply, answer, entry["question"]) != is_right:
+                (denied if is_right else accepted).append((reply, answer))
+    assert len(accepted) <= most_accepted
+    assert len(denied) <= 0.04 * num_right
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "field, answer, is_same",
+    [
+        (r"2\text{ minutes}", r"2\text{ hours}", False),
+        (r"2\text{ hours}\text{ or }3\text{ hours}", r"2\text{ hours}", False),
+        (r"4\text{ m}^2", r"4\text{ cm}", False),
+        (r"18.90\text{ cents}", r"\$18.90", False),
+        (r"5\approx 6", "5", False),
+        ("3:4:1", r"\frac{3}{4}", False),
+        ("12 500", "12500", True),
+        ("(2;3]", "(2,3]", True),
+        (r"x\ne 2", r"x\neq 2", True),
+        (r"\text{five}", "5", True),
+        (r"\text{no solution}", r"\emptyset", True),
+    ],
+)
+def test_units_approximations_ratios_and_words(field, answer, is_same):
+    assert same_maths(field, answer) is is_same
 
 
 def test_a_percentage_is_the_number_that_the_question_asks_for():

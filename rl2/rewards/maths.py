@@ -19,8 +19,17 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import cache, lru_cache
 
-from rl2.rewards.numbers import DOUBTFUL, MAX_CHARACTERS, SCALE, number, without_scale
+from rl2.rewards.numbers import (
+    DOUBTFUL,
+    MAX_CHARACTERS,
+    MEASURES,
+    SCALE,
+    number,
+    unit,
+    without_scale,
+)
 from rl2.rewards.numbers import asked_scale as asked_scale
+from rl2.rewards.numbers import is_other_unit as is_other_unit
 from rl2.rewards.numbers import quantity as quantity
 from rl2.rewards.spelling import in_latex, one_spelling, plain
 
@@ -33,6 +42,16 @@ TOLERANCE = Fraction(1, 10**6)  # of a decimal that stands for a fraction, as 0.
 ALTERNATIVE = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*(?:\d|\bor\b)[^{}]*)\}")
 SHORT_SCALES = {"k", "K", "M", "B"}
 TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
+# A text with its power, which may be a unit, a known unit, and signs that are units
+POWERED = r"(?:\s*\^\s*\{?\d\}?)?"
+UNIT = re.compile(
+    rf"\\(?:text\w*|mbox|mathrm)\s*\{{[^{{}}]*\}}{POWERED}|\\\$|^\$(?=[\d.,]+$)"
+    r"|\^\{?\s*\\circ|°|\\degree|[¢€£]"
+)
+KNOWN_UNIT = re.compile(
+    rf"\\(?:text\w*|mbox|mathrm)\s*\{{\s*(?:(?:square|sq|cubic|cu)\.? )?"
+    rf"(?:{'|'.join(filter(str.isalpha, MEASURES))})\.?\s*\}}{POWERED}"
+)
 # A letter after a number, which may be a unit or a variable
 LETTER = re.compile(r"\d\s*[a-zA-Z]\s*$", re.ASCII)
 # What math-verify leaves out, beside scales
@@ -48,6 +67,7 @@ BOUND = r"[^<>=,a-zA-Z]*(?:\\(?:frac|sqrt|pi|infty)[^<>=,a-zA-Z]*)*"
 LESS, GREATER = r"(<|\\lt|\\le)", r"(>|\\gt|\\ge)"
 BETWEEN = re.compile(rf"({BOUND}){LESS}[a-zA-Z]{LESS}({BOUND})")
 FROM = re.compile(rf"[a-zA-Z]{GREATER}({BOUND})|({BOUND}){LESS}[a-zA-Z]")
+UNEQUAL = re.compile(rf"[a-zA-Z]\\ne({BOUND})")
 UP_TO = re.compile(rf"[a-zA-Z]{LESS}({BOUND})|({BOUND}){GREATER}[a-zA-Z]")
 # A letter alone, also inside \text{}
 CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", re.ASCII)
@@ -87,6 +107,9 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
         return False
     if not SCALE.search(one_spelling(answer)):
         field = without_scale(field, asked)
+    field = _with_commas(field)
+    if _is_other_unit(field, answer):
+        return False
     value, expected = number(field), number(answer)
     if value is not None and expected is not None:
         return _is_close(value, expected)
@@ -96,23 +119,55 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
     sides = _sides(spelling)
     if len(sides) > 1 and "=" not in expected_spelling:  # math-verify would take the last one
         return all(same_maths(side, answer, cpu_seconds) for side in sides)
+    exact, approximately, decimal = spelling.partition(r"\approx")
+    if approximately and approximately not in expected_spelling:
+        rounded = re.fullmatch(r"-?\d+(?:\.(\d+))?", decimal.replace(",", ""))
+        return (
+            rounded is not None
+            and same_maths(exact, answer, cpu_seconds)
+            and _ask_math_verify(
+                json.dumps([str(float(rounded[0])), answer, cpu_seconds, len(rounded[1] or "")])
+            )
+        )
     if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
         return False
     if expected is not None and LETTER.search(plain(field)):
         return False
     field, answer = in_latex(field), in_latex(answer)
+    field, answer = KNOWN_UNIT.sub(" ", field), KNOWN_UNIT.sub(" ", answer)
     field = JUXTAPOSED.sub(r"\1\\cdot(", field)
-    if INTERVAL.fullmatch(expected_spelling):
+    if INTERVAL.fullmatch(expected_spelling) or re.search(r"\\cup|\\ne", expected_spelling):
         field, answer = _as_interval(spelling) or field, _as_interval(expected_spelling) or answer
     # It would ignore the text, as a unit: 3\text{ or 4}.
     field = ALTERNATIVE.sub(r" \1 ", field)
-    return _ask_math_verify(json.dumps([field, answer, cpu_seconds]))
+    return _ask_math_verify(json.dumps([field, answer, cpu_seconds, None]))
+
+
+def _with_commas(field: str) -> str:
+    """Returns (2,3] for (2;3], but 11;111 as it is: its comma would be one of thousands."""
+    field = plain(field)
+    replaced = field if "," in field else re.sub(r"(?<!\\);", ", ", field)
+    return field if number(replaced) is not None else replaced
+
+
+def _is_other_unit(field: str, answer: str) -> bool:
+    """Returns whether both have a unit that is known, and not the same one."""
+    found, expected = (unit(" ".join(UNIT.findall(in_latex(text)))) for text in (field, answer))
+    return found is not None and expected is not None and found != expected
 
 
 def _is_other(spelling: str, expected: str) -> bool:
     """Returns whether a field has what math-verify ignores, and the answer has not."""
     if any(base not in BASE.findall(expected) for base in BASE.findall(spelling)):
         return True
+    if spelling.count(":") > 1 and spelling.count(":") != expected.count(":"):  # 3:4:1
+        return True
+    if expected_ends := INTERVAL.fullmatch(expected):
+        ends = INTERVAL.fullmatch(_as_interval(spelling) or "")
+        if spelling.startswith(r"\{") or (
+            ends and ends[1] + ends[3] != expected_ends[1] + expected_ends[3]
+        ):
+            return True
     return any(
         pattern.findall(spelling.lower()) != pattern.findall(expected.lower())
         for pattern in (SCALE, IGNORED)
@@ -138,7 +193,15 @@ def _sides(spelling: str) -> list[str]:
 
 
 def _as_interval(spelling: str) -> str | None:
-    r"""Returns the interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it."""
+    r"""Returns the interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it.
+
+    The one of x<2 or x>3, and of x\ne2, is a union.
+    """
+    if "or" in (parts := re.split(r"(or)(?=[^a-zA-Z]|[a-zA-Z][<>\\])", spelling)):
+        intervals = [_as_interval(part) for part in parts[::2]]
+        return r"\cup".join(map(str, intervals)) if all(intervals) else None
+    if match := UNEQUAL.fullmatch(spelling):
+        return rf"(-\infty,{match[1]})\cup({match[1]},\infty)"
     if match := INTERVAL.fullmatch(spelling):
         opening, inside, closing = match.groups()
         return f"{'(' if opening == ']' else opening}{inside}{')' if closing == '[' else closing}"
@@ -248,12 +311,13 @@ def serve() -> None:
     os.dup2(nowhere, sys.stdout.fileno())
     os.dup2(nowhere, sys.stderr.fileno())
     for line in sys.stdin:
-        field, answer, cpu_seconds = json.loads(line)
+        field, answer, cpu_seconds, decimals = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             expected = parse_latex_cached(normalize_latex(answer, config))
             value = parse_latex_cached(normalize_latex(field, config))
-            verdict = verify(expected, value, timeout_seconds=None)
+            rounding = {} if decimals is None else {"float_rounding": decimals}
+            verdict = verify(expected, value, timeout_seconds=None, **rounding)
         except Exception:  # LaTeX that the parser does not know, or more memory than allowed
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -4,10 +4,15 @@ In doubt there is none. What may be beside a number is listed here, so that a si
 nobody has thought of makes the field wrong, not right.
 """
 
+import ast
 import json
+import operator
 import re
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rl2.rewards.spelling import in_prose, one_spelling, plain
 
@@ -27,7 +32,7 @@ SCALES = {
 SCALE = re.compile("|".join(SCALES), re.IGNORECASE)
 ASKED = re.compile(
     r"\b(?:what|how many)(?: is)?(?: the)? (percent|dozen|hundred|thousand|million|billion)"
-    r"|\bas an? (percent)|(percent)age chance",
+    r"|\bas an? (percent)|(percent)age chance|(percent)(?:age)?\b[^.?]*\?\s*$",
     re.IGNORECASE,
 )
 # Digits, which may have thousands separators and decimals.
@@ -49,7 +54,7 @@ PROSE = re.compile(
 )
 WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?(?:\^?[23²³](?!\w))?|\S")
 VARIABLE = re.compile(r"(?:^|\s)[a-z]\s*=\s*$", re.IGNORECASE)
-WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
+WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 # Words, and nothing else, that may introduce a number: not "at least", "half of" or "minus".
 BEFORE = set(WORDS["before"])
 # Words after a number that make it another number, or put it in doubt.
@@ -59,6 +64,31 @@ DOUBTFUL = {
     *WORDS["operations"],
     *WORDS["doubts"],
 }
+EQUALS = re.compile(r"(?<![<>!=])=(?!=)")
+WITH_SUM = re.compile(r"([^(]+)\(([\d\s.,$+*/-]+)\)\.?")  # 5 apples (2 + 3)
+SCIENTIFIC = re.compile(r"(\d+(?:\.\d+)?) ?(?:\\times|×|\*) ?10\^\{?(\d)(?:\}|(?!\d))", re.ASCII)
+VARIABLE_ALONE = re.compile(r"\W*(?:[a-z]|[a-z ]*(?:is|total|answer)):?\W*", re.IGNORECASE)
+FORMULA = re.compile(r"[\d\s.+*/()-]{1,100}", re.ASCII)
+OPERATORS: dict[type, Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+# Each spelling of a measure -> (dimension, unit)
+MEASURES = {
+    word: (dimension, names[0])
+    for dimension, measures in WORDS["measures"].items()
+    for names in map(str.split, measures)
+    for word in names
+}
+MEASURE = re.compile(
+    r"(?:(square|sq|cubic|cu)\b\.? ?)?([$€£¢]|(?<![a-z'])[a-z]+)"
+    r"(?:(?: per | an |/) ?(?:1 )?(h|hour|second|s|minute)s?\b)?\.?\s*\^?([23²³]?)"
+)
+SPEED = re.compile(
+    r"speed|fast|rate|pace|mph|km/h|per (?:hour|minute|second)|an hour", re.IGNORECASE
+)
 # Letters that are units: after a space, and after the digits, where m may be millions.
 LETTER_UNITS, GLUED_UNITS = set("ghlmsCFLW"), set("ghlsL")
 
@@ -109,7 +139,93 @@ def quantity(field: str | None, asked: str = "") -> Fraction | None:
     """
     if field is None or len(field) > MAX_CHARACTERS:
         return None
-    text = in_prose(without_scale(field, asked))
+    *sides, last = EQUALS.split(in_prose(field))
+    if not sides and (match := WITH_SUM.fullmatch(last)):
+        last, sides = match[1], [match[2]]
+    value = _one_quantity(without_scale(last, asked))
+    if value is None or not sides:
+        return value
+    if _are_equal(sides, _one_quantity(last)) or _are_equal(sides, value):
+        return value
+    # Not an equation of numbers: "The answer is x = 72"
+    return _one_quantity(without_scale(field, asked))
+
+
+def _are_equal(sides: list[str], value: Fraction | None) -> bool:
+    """Returns whether every side before the last one is arithmetic with this value: 9 * $2."""
+    if VARIABLE_ALONE.fullmatch(sides[0]):
+        sides = sides[1:]
+    return bool(sides) and all(arithmetic(side) == value for side in sides)
+
+
+def arithmetic(text: str) -> Fraction | None:
+    """Returns the value of a sum or product of numbers, which may have units, or None."""
+    text = re.sub(r"\\(?:times|cdot)|[×·]|(?<=[\d%)])\s*x(?=\s*[$\d(])", "*", text)
+    text = re.sub(r"\\div|÷", "/", text)
+    text = re.sub(r"(?<=\d),(?=\d{3})|[$€£]|\b[a-z]{2,}\b", "", in_prose(text), flags=re.IGNORECASE)
+    if not FORMULA.fullmatch(text.replace("%", "/100")):
+        return None
+    try:
+        return _value(ast.parse(text.replace("%", "/100").strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction | None:
+    """Returns the exact value of an expression of + - * /, or None."""
+    if isinstance(node, ast.Constant):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp):
+        value = _value(node.operand)
+        return None if value is None else -value
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        return None
+    left, right = _value(node.left), _value(node.right)
+    return None if left is None or right is None else OPERATORS[type(node.op)](left, right)
+
+
+def unit(text: str) -> tuple[str, str, str] | None:
+    """Returns (dimension, unit, power) of the first measure in a text, such as (length, cm, 2)."""
+    return next(units(text), None)
+
+
+def units(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yields (dimension, unit, power) of the measures in a text: cm^2, square miles, $, mph."""
+    text = re.sub(r"[{}\\]", "", in_prose(text)).lower()
+    text = re.sub(r"kmph|kph", "km per hour", text)
+    text = text.replace("mph", "miles per hour")
+    for square, word, over, power in MEASURE.findall(text):
+        dimension, name = MEASURES.get(word, ("", ""))
+        if dimension == "length" and over:
+            dimension = "speed"
+            name += " per " + over
+        power = power or {"sq": "2", "cu": "3"}.get(square[:2], "")
+        if dimension and (word != "in" or power):  # else the preposition
+            yield dimension, name, power
+
+
+def is_other_unit(field: str, messages: list[dict]) -> bool:
+    """Returns whether a field has another unit than the question: cents where it has dollars only.
+
+    A speed answers only a question for one.
+    """
+    field = re.sub(r"^.*=", "", field)
+    question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    found = unit(field)
+    if found is None or not isinstance(question, str):
+        return False
+    asked = set(units(question))
+    if found[0] == "speed" and not SPEED.search(re.split(r"[.!]\s", question.strip())[-1]):
+        return True
+    names = {name for dimension, name, _ in asked if dimension == found[0]}
+    if found[0] == "length":  # 60 mph asks for miles
+        names |= {name.split()[0] for dimension, name, _ in asked if dimension == "speed"}
+    return bool(names) and found[1] not in names
+
+
+def _one_quantity(field: str) -> Fraction | None:
+    """Returns the number of a field without an equation."""
+    text = SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", in_prose(field))
     match = PROSE.fullmatch(text)
     if match is None or ".." in text or (match["sign"] and match["minus"]):
         return None

@@ -22,9 +22,24 @@ CHARACTERS: dict[int, int | str | None] = {
 for character in VULGAR_FRACTIONS:
     top, bottom = unicodedata.normalize("NFKC", character).split("\u2044")
     CHARACTERS[ord(character)] = rf"\frac{{{top}}}{{{bottom}}}"
-# Thousands that a thin or a fixed space separates: 1 234 567. A common space separates answers.
-THIN = rf"(?:[{SPACES}]|\{{?\\[,;: !]\}}?)"
-THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{THIN}\d{{3}})+(?![\d])", re.ASCII)
+# Thousands that a space separates: 1 234 567, but not the mixed number 1 234/567
+THIN = rf"(?:[ {SPACES}]|\{{?\\[,;: !]\}}?)"
+THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{THIN}\d{{3}})+(?![\d/])", re.ASCII)
+UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+NUMERALS = {word: value for value, word in enumerate(UNITS)}
+NUMERALS |= {word: 10 * value for value, word in enumerate(TENS, 2)}
+BELOW_100 = (
+    rf"(?:(?:{'|'.join(TENS)})(?:[- ](?:{'|'.join(UNITS[1:10])})\b)?|(?:{'|'.join(UNITS)})\b)"
+)
+BELOW_1000 = rf"(?:{BELOW_100} hundred(?: (?:and )?{BELOW_100})?|{BELOW_100})"
+# A number in words: seventy-one thousand two hundred and five
+SPELLED = re.compile(
+    rf"(?<![\w\\-]){BELOW_1000}(?: thousand(?: (?:and )?{BELOW_1000})?)?(?![\w-])", re.IGNORECASE
+)
 
 ROOTS = [
     (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
@@ -52,12 +67,16 @@ POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 # (pattern, replacement), applied in this order: spellings of the same LaTeX become one.
 SPELLINGS = [
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    (r"^\s*\\text\{\s*(?:[Aa]n?|[Tt]he)\s+(?=[a-z]{3})", r"\\text{"),
+    (r"\\text\{\s*(?:there (?:is|are) )?[Nn]o (?:real )?solutions?\.?\s*\}", r"\\emptyset"),
+    (r"^\s*[Nn]o (?:real )?solutions?\s*$", r"\\emptyset"),
     # Spaces, delimiters of formulas, dollars, degrees
     (r"(?<!\\)\\(?:[,;:! ]|(?:q?quad|displaystyle)(?![a-zA-Z]))|~", " "),
     (r"(?<!\\)\\[()\[\]]|\\?\$", " "),
     (r"\^(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", " "),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|boldsymbol|mbox)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\neq(?![a-zA-Z])", r"\\ne"),
     (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
@@ -74,6 +93,8 @@ SPELLINGS = [
     (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
     (r"\\sqrt([^{\\\[\s])", r"\\sqrt{\1}"),
     (r"\.$", ""),
+    # Bases: (12)_{(5)}, 12 in base 5
+    (r"\(?(\d+)\)?\s*\(?(?:in)?(?:_|base)\{?\(?(\d+)\)?\}?\)?$", r"\1_{\2}"),
 ]
 
 # (pattern, replacement), applied in this order: Markdown and LaTeX become prose.
@@ -95,6 +116,9 @@ PROSE_SPELLINGS = [
     (r"\$\$([^$]*)\$\$", r" \1 "),
     (r"\$\s*(\$?[^$]*)\$(?!\s*\d)", r" \1 "),
     (r"(\d) ?per ?cent(?![a-z])", r"\1%"),
+    (r"(\d)k(?!\w)", r"\1 thousand"),
+    (r"\$?(\d+) dollars?,? (?:and )?(\d\d) cents?", r"$\1.\2"),
+    (r"\$?(\d+) dollars?,? (?:and )?(\d) cents?", r"$\1.0\2"),
     (r"\s+", " "),
     (r"(\w) (?=\^)", r"\1"),
     # All of it in parentheses or quotation marks
@@ -110,7 +134,17 @@ def plain(text: str) -> str:
     Fractions such as one half become \frac{1}{2}, and a degree sign becomes ^\circ.
     """
     text = THOUSANDS.sub(lambda match: re.sub(THIN, ",", match[0]), text.translate(FULLWIDTH))
-    return text.translate(CHARACTERS)
+    return SPELLED.sub(_in_digits, text.translate(CHARACTERS))
+
+
+def _in_digits(match: re.Match) -> str:
+    """Returns 71205 for seventy-one thousand two hundred and five."""
+    total = value = 0
+    for word in re.findall("[a-z]+", match[0].lower()):
+        value = value * 100 if word == "hundred" else value + NUMERALS.get(word, 0)
+        if word == "thousand":
+            total, value = value * 1000, 0
+    return str(total + value)
 
 
 def in_latex(field: str) -> str:
