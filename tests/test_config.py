@@ -593,7 +593,11 @@ def test_commands(capsys, monkeypatch):
     assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
     run_main("--version")
     assert capsys.readouterr().out.startswith(f"rl2 {__version__}, Python 3.")
-    for words, meant in (("pop actor.lr=1", "ppo?"), ("rm critic.lrr=1 foo", "critic.lr")):
+    for words, meant in (
+        ("pop actor.lr=1", "ppo?"),
+        ("rm critic.lrr=1 foo", "critic.lr"),
+        ("ppo data.prompts=3", "data.prompts_per_rollout?"),
+    ):
         with pytest.raises(SystemExit) as exit_:
             run_main(*words.split())
         assert exit_.value.code == 2 and f"did you mean {meant}" in capsys.readouterr().err

@@ -281,3 +281,10 @@ def test_labels_of_csv_are_read(tmp_path):
     assert [labels(row) for row in examples] == [[True], [False]]
     template = ChatTemplate(make_template("chatml").tokenizer)
     assert len(Examples(examples, template, LABELLED_ROWS, max_length=99)) == 2
+
+
+def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
+    template = make_template("chatml")
+    template.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="^the model has no chat template"):
+        read(tmp_path, {"messages": [USER, ANSWER]}, template)

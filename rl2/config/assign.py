@@ -100,9 +100,13 @@ def declared_key(name: str) -> str:
 
 
 def near_keys(key: str, keys: list[str]) -> list[str]:
-    """Up to three keys that a misspelled one may mean: near names, or near names' last parts."""
+    """Up to three keys that a misspelled one may mean.
+
+    Those that it begins, else near names, else names with a near last part.
+    """
     key = key.lower()
-    near = difflib.get_close_matches(key, keys, 3, 0.8)
+    near = [name for name in keys if name.startswith(f"{key}_")]
+    near = near or difflib.get_close_matches(key, keys, 3, 0.8)
     if not near:
         last_part = difflib.SequenceMatcher(b=key.rpartition(".")[2])
         for name in keys:

@@ -108,11 +108,7 @@ class ChatTemplate:
         """
         if isinstance(messages, str):
             return self._prepend_bos(messages)
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the model has no chat template, as base models: set data.chat_template=plain or "
-                "the path of a Jinja file, or give the rows as plain text (docs/models.md)"
-            )
+        self.check_exists()
         messages = self._replace_unknown_tool_role(messages, tools)
         try:
             return self._apply_template(messages, tools, add_generation_prompt)
@@ -124,6 +120,14 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
             ) from error
+
+    def check_exists(self) -> None:
+        """ValueError if the model has no chat template."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "the model has no chat template, as base models: set data.chat_template=plain or "
+                "the path of a Jinja file, or give the rows as plain text (docs/models.md)"
+            )
 
     def render_reply(
         self, messages: Messages, reply: str | dict, tools: list | None = None

@@ -160,6 +160,7 @@ class Examples:
             row = self.rows[form.first]
             if isinstance(row["messages"], str):
                 continue
+            self.template.check_exists()
             try:
                 for warning in find_unshown(self.template, row, self.kind.render):
                     warnings.setdefault(warning, form.location)
