@@ -129,7 +129,9 @@ def test_the_best_is_kept_and_patience_ends_the_run(model, monkeypatch, capsys):
     [
         ({"trainer.save_best": None, "trainer.patience": 1}, "needs trainer.save_best"),
         ({"trainer.test_freq": None}, "needs trainer.test_freq"),
-        ({"trainer.save_best": "acuracy"}, "choose one of loss, perplexity"),
+        ({"trainer.save_best": "acuracy"}, "choose auto, or one of loss, perplexity"),
+        ({"trainer.save_best": "true"}, "save_best=true names no metric: auto"),
+        ({"trainer.save_best": "Yes"}, "save_best=Yes names no metric: auto"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(model, keys, message):

@@ -38,6 +38,7 @@ from rl2.run.changes import find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space, show
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
+from rl2.run.records import MetricsFile
 from rl2.run.signals import StopSignal
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, rm, sft
@@ -886,3 +887,15 @@ def test_the_first_transcripts_are_kept_until_they_are_taken(tmp_path):
     first = {"test": records[:2], "train": records[:-1]}
     assert RunFolder.take_first_records(folder) == first
     assert RunFolder.take_first_records(folder) == {}
+
+
+def test_a_lost_last_line_comes_from_the_checkpoint(tmp_path, capsys):
+    file = MetricsFile(tmp_path)
+    file.replace([{"step": step} for step in (1, 3, 5)])
+    file.fill(4, {"step": 4, "loss": 0.5})
+    assert file.read() == [{"step": 1}, {"step": 3}, {"step": 4, "loss": 0.5}, {"step": 5}]
+    printed = capsys.readouterr().out
+    assert "had lost the line of step 4: restored" in printed and "no line for steps 2\n" in printed
+    file.replace([{"step": 1}, {"step": 2}])
+    file.fill(3, {})  # an older checkpoint has no line
+    assert "no line for steps 3\n" in capsys.readouterr().out

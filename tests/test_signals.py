@@ -1,6 +1,12 @@
 """Tests of rl2/run/signals.py: which errors are one message, and which keep their traceback."""
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -47,3 +53,30 @@ def test_a_missing_file_is_one_message_with_its_place(tmp_path, capsys):
         open(tmp_path / "missing.json")
     error = capsys.readouterr().err
     assert "missing.json" in error and f"({__file__}, line " in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is of Linux")
+def test_a_rank_in_c_code_ends_with_its_launcher():
+    rank = (
+        "import os, re; from rl2.run.signals import end_with_launcher; end_with_launcher();"
+        "print(os.getpid(), flush=True); re.match(r'(a+)+$', 'a' * 40 + 'b')"
+    )
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])",
+        ],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "test"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process_id = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    try:  # the pipe ends when the last process that has it has ended
+        assert select.select([launcher.stdout], [], [], 2)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+        launcher.stdout.close()

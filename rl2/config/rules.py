@@ -198,6 +198,8 @@ def check_best(config: Any) -> Iterator[Problem]:
             f"{key} needs trainer.test_freq, the steps between evaluations: without it only the "
             "last step is evaluated"
         )
+    elif trainer.save_best.lower() in ("true", "yes", "on", "1"):
+        message = f"{key} names no metric: auto keeps the best by the mean reward, or by the loss"
     elif trainer.save_best == "auto" and len(test_paths) > 1:
         names = ", ".join(map(source_name, test_paths))
         message = f"{key}: there are several test sets; name one of {names}"

@@ -244,7 +244,8 @@ class LoopRunner:
             name = blocker.name if blocker else "an async function"
             error = LateError(
                 f"{self._late(name)}: the event loop that all async functions of the env share was "
-                "blocked. Await what takes time, or use asyncio.to_thread. It was blocked here:\n"
+                "blocked. Await what takes time, use asyncio.to_thread, or set "
+                "rollout.env_isolation=process. It was blocked here:\n"
                 f"{stack}",
                 kind=f"blocked event loop {stack}",
             )

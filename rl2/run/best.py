@@ -31,7 +31,7 @@ class Best:
             names = ", ".join(name.removeprefix("test/") for name in metrics)
             raise ValueError(
                 f"trainer.save_best={self.metric.removeprefix('test/')}: the test rows have no "
-                f"such metric; choose one of {names}"
+                f"such metric; choose auto, or one of {names}"
             )
         if step <= self.last_step:
             return self

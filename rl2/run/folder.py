@@ -303,6 +303,7 @@ class RunFolder:
             "rows": counter.rows_done,
             "num_steps": num_steps,
             "owes_test": owes_test,
+            "metrics": MetricsFile(self.path).last() if self.is_first else {},
             "best": asdict(self.best) if self.best else None,
             "is_exhausted": counter.is_exhausted,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},

@@ -1,5 +1,6 @@
 """How a run ends early: a stop that saves, and errors that are one message."""
 
+import ctypes
 import faulthandler
 import opcode
 import os
@@ -29,6 +30,8 @@ RAISE_STATEMENT = opcode.opmap["RAISE_VARARGS"]
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
 # In gloo's words for a connection to a process that is gone.
 LOST_CONNECTION = ("by peer", "Pair is not connected")
+# Of Linux: the signal that a process gets when the thread that forked it ends.
+PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
@@ -143,6 +146,19 @@ def _is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def end_with_launcher() -> None:
+    """Makes the kernel kill this rank when torchrun ends; without torchrun nothing happens.
+
+    A rank in a C function that keeps Python's lock notices nothing itself.
+    """
+    if not _is_under_torchrun() or sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the call
+        os._exit(1)
+
+
 def end_on_signals() -> None:
     """Before the loop Ctrl-C and SIGTERM end the process at once: there is nothing to save.
 
@@ -188,6 +204,7 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     """
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(STDERR)
+    end_with_launcher()
     end_on_signals()
     with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):
         yield

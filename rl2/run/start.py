@@ -109,7 +109,7 @@ def _find_start(config: Any, identity: RunIdentity) -> Start:
     is_own = checkpoint.resolve().parent == (path / "checkpoints").resolve()
     if is_own:  # damage is found before a model loads
         read_record(path)
-        MetricsFile(path).read()
+        MetricsFile(path).fill(record["step"], record.get("metrics", {}))
     step = record["step"]
     drops_solved = isinstance(config, PPOConfig) and config.rollout.drop_solved is not None
     return Start(

@@ -2,7 +2,7 @@
 
 A thread on each rank compares the marks of rl2/progress.py, and tells the other ranks through the
 process group's store. It uses no collective, so it works while the main thread is blocked in one.
-It prints and does nothing else.
+It prints, and ends the process if torchrun, which keeps the store, is gone.
 """
 
 import faulthandler
@@ -109,9 +109,12 @@ class Watchdog:
             try:
                 self._look(time.monotonic())
             except (dist.DistError, RuntimeError) as error:
-                print(f"watchdog: ends, since the ranks' store is gone: {error}", file=sys.stderr)
                 faulthandler.cancel_dump_traceback_later()
-                return
+                if self.is_ended.is_set() or not _has_launchers_store():
+                    return  # the store of rank 0 goes with it, also at the end of a run
+                text = f"watchdog: torchrun is gone, so this process ends: {error}"
+                print(text, file=sys.stderr, flush=True)
+                os._exit(1)
             if self.is_ended.wait(self.interval):
                 return
 
@@ -172,7 +175,8 @@ class Watchdog:
                 state = (
                     f" {sign.process} gives no sign of life; its last progress was "
                     f"{sign.silent_at(now):.0f} s ago {sign.state}. It is stopped, lost, or in a C "
-                    "function that keeps Python's lock."
+                    "function that keeps Python's lock (in an env file: use "
+                    "rollout.env_isolation=process)."
                 )
             states.setdefault(state, []).append(str(rank))
         if is_first_alive:
@@ -182,11 +186,16 @@ class Watchdog:
         return "\n".join(lines)
 
 
+def _has_launchers_store() -> bool:
+    """Returns whether the ranks' store is in torchrun, so that it outlives every rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _connect() -> dist.Store | None:
     """A client of the ranks' store for the watchdog's thread. None: there is no store yet."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # torchrun's store is there before the process group.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _has_launchers_store():
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store: Any = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
     elif dist.is_initialized():
