@@ -223,6 +223,7 @@ def test_a_percentage_is_the_number_that_the_question_asks_for():
         ("What percentage of them is blue?", "60", "60%", True),
         ("What percent is blue?", "60", "60", True),
         ("What percent is blue?", "60", "0.6", False),
+        ("What is 20 percent of 300?", "60", "60%", False),
         ("How many are blue?", "60", "60%", False),
         ("How many dozens of eggs are there?", "7", "7 dozens", True),
         ("How many eggs are there?", "84", "7 dozen", True),

@@ -32,7 +32,7 @@ SCALES = {
 SCALE = re.compile("|".join(SCALES), re.IGNORECASE)
 ASKED = re.compile(
     r"\b(?:what|how many)(?: is)?(?: the)? (percent|dozen|hundred|thousand|million|billion)"
-    r"|\bas an? (percent)|(percent)age chance|(percent)(?:age)?\b[^.?]*\?\s*$",
+    r"|\bas an? (percent)|(percent)age chance|(?<!\d )(percent)(?:age)?\b[^.?]*\?\s*$",
     re.IGNORECASE,
 )
 # Digits, which may have thousands separators and decimals.
