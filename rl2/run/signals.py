@@ -230,14 +230,15 @@ def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
             place = f" on rank {os.environ['RANK']}"
             # Most errors meet all ranks. The first one prints, and torchrun ends the others.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(SECONDS_BEFORE_OTHER_RANKS_PRINT)
+            if not _is_lost_connection(error):  # the first one may be the one that is gone
+                time.sleep(SECONDS_BEFORE_OTHER_RANKS_PRINT)
         report_error(f"error{place}: {message}")
         sys.exit(1)
 
 
 def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
     """What to print of the error; None if its traceback is needed."""
-    if any(words in str(error) for words in LOST_CONNECTION):
+    if _is_lost_connection(error):
         lost = watchdog.lost_ranks() if watchdog else []
         return (
             f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "
@@ -248,6 +249,10 @@ def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
     if isinstance(error, OSError | SafetensorError):
         return f"{error} ({_place(error)})"
     return None
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return any(words in str(error) for words in LOST_CONNECTION)
 
 
 def _is_raised_by_rl2(error: Exception) -> bool:

@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2 import progress
 
-LONGEST_INTERVAL_SECONDS = 2.0  # between two signs of a rank
-INTERVALS_WITHOUT_LIFE = 3  # after this many without a new sign, a rank gives no sign of life
+LONGEST_INTERVAL_SECONDS = 0.5  # between two signs of a rank
+INTERVALS_WITHOUT_LIFE = 4  # after this many without a new sign, a rank gives no sign of life
 STDERR = 2  # its file descriptor
 STORE_TIMEOUT = timedelta(seconds=10)
 # Who reads or writes that many bytes makes progress: models are read, and checkpoints written, by
