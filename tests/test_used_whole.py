@@ -90,6 +90,16 @@ def test_a_message_that_the_template_skips_is_refused_by_name(tmp_path):
         read(tmp_path, row, template, PROMPT_ROWS)
 
 
+def test_a_system_prompt_that_the_template_skips_is_refused(tmp_path):
+    template = chatml_with(
+        "{% for m in messages %}{% if m.role != 'system' %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    template.system_prompt = "Be brief."
+    with pytest.raises(ValueError, match="row 1: .*does not show data.system_prompt"):
+        read(tmp_path, {"messages": [USER]}, template, PROMPT_ROWS)
+
+
 @pytest.mark.parametrize("content", ["<think>because</think>w", "<think>\nbecause\n</think>\n\nw"])
 @pytest.mark.parametrize("name", EXACT)
 def test_reasoning_is_trained(tmp_path, name, content):

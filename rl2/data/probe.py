@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.messages import CONVERSATION_COLUMNS, common_prefix_length
+from rl2.data.messages import CONVERSATION_COLUMNS, SYSTEM_ROLES, common_prefix_length
 
 Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
 
@@ -94,7 +94,11 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
     except ValueError:
         return []  # the row itself is refused too, with its own reason
     texts = [text for reply in rendered for text in reply]
-    shown = {place: max(map(_counter(word), texts)) for place, word in probes.words.items()}
+    shown = {place: max(text.count(word) for text in texts) for place, word in probes.words.items()}
+    if not any((template.system_prompt or "").strip() in text for text in texts):
+        first = row["messages"][0]
+        if first["role"] not in SYSTEM_ROLES:  # it has none of its own
+            shown["data.system_prompt"] = 0
     lost = [place for place, count in shown.items() if not count]
     if refused := [place for place in lost if place not in probes.optional]:
         raise ValueError(
@@ -115,7 +119,3 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
             )
             break
     return warnings
-
-
-def _counter(word: str) -> Callable[[str], int]:
-    return lambda text: text.count(word)
