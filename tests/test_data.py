@@ -300,7 +300,7 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
 def test_a_model_without_a_template_is_named_with_the_remedy():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    message = "the data, row 1: .*no chat template.*data.chat_template=plain .*plain text"
+    message = "^the model has no chat template.*data.chat_template=plain .*plain text"
     with pytest.raises(ValueError, match=message):
         make_examples(make_rows([1]), tokenizer=tokenizer)
     assert len(make_examples([{"messages": "w"}], tokenizer=tokenizer)) == 1

@@ -31,7 +31,8 @@ from rl2.rewards.numbers import (
 from rl2.rewards.numbers import asked_scale as asked_scale
 from rl2.rewards.numbers import is_other_unit as is_other_unit
 from rl2.rewards.numbers import quantity as quantity
-from rl2.rewards.spelling import in_latex, one_spelling, plain
+from rl2.rewards.spelling import in_latex, one_spelling, plain_field
+from rl2.rewards.spelling import plain as plain
 
 MAX_PROCESSES = 4  # of math-verify, in each process that calls same_maths
 MAX_BYTES = 2 * 2**30  # of memory that a process of math-verify may take
@@ -131,7 +132,7 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
         )
     if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
         return False
-    if expected is not None and LETTER.search(plain(field)):
+    if expected is not None and LETTER.search(plain_field(field)):
         return False
     field, answer = in_latex(field), in_latex(answer)
     field, answer = KNOWN_UNIT.sub(" ", field), KNOWN_UNIT.sub(" ", answer)
@@ -145,7 +146,7 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
 
 def _with_commas(field: str) -> str:
     """Returns (2,3] for (2;3], but 11;111 as it is: its comma would be one of thousands."""
-    field = plain(field)
+    field = plain_field(field)
     replaced = field if "," in field else re.sub(r"(?<!\\);", ", ", field)
     return field if number(replaced) is not None else replaced
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rl2.rewards.spelling import in_prose, one_spelling, plain
+from rl2.rewards.spelling import in_prose, one_spelling, plain_field
 
 MAX_CHARACTERS = 1000  # by which a field may be longer than the answer
 MAX_UNIT_WORDS = 8
@@ -278,4 +278,4 @@ def without_scale(field: str, scale: str) -> str:
     if not scale:
         return field
     pattern = r"\\?%|per ?cent" if scale == "%" else rf"{scale}s?"
-    return re.sub(rf"(?:{pattern})(?![a-z])", "", plain(field), flags=re.IGNORECASE)
+    return re.sub(rf"(?:{pattern})(?![a-z])", "", plain_field(field), flags=re.IGNORECASE)

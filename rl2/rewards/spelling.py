@@ -22,8 +22,10 @@ CHARACTERS: dict[int, int | str | None] = {
 for character in VULGAR_FRACTIONS:
     top, bottom = unicodedata.normalize("NFKC", character).split("\u2044")
     CHARACTERS[ord(character)] = rf"\frac{{{top}}}{{{bottom}}}"
-# Thousands that a space separates: 1 234 567, but not the mixed number 1 234/567
-THIN = rf"(?:[ {SPACES}]|\{{?\\[,;: !]\}}?)"
+# Thousands that a thin or a fixed space separates: 1 234 567. A common space may separate numbers
+# in prose; in a field it does not, but for the mixed number 1 234/567.
+SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", re.ASCII)
+THIN = rf"(?:[{SPACES}]|\{{?\\[,;: !]\}}?)"
 THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{THIN}\d{{3}})+(?![\d/])", re.ASCII)
 UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
@@ -134,7 +136,13 @@ def plain(text: str) -> str:
     Fractions such as one half become \frac{1}{2}, and a degree sign becomes ^\circ.
     """
     text = THOUSANDS.sub(lambda match: re.sub(THIN, ",", match[0]), text.translate(FULLWIDTH))
-    return SPELLED.sub(_in_digits, text.translate(CHARACTERS))
+    return text.translate(CHARACTERS)
+
+
+def plain_field(field: str) -> str:
+    """The same of a field that is one answer: 12 500 and number words become numbers too."""
+    field = SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ","), plain(field))
+    return SPELLED.sub(_in_digits, field)
 
 
 def _in_digits(match: re.Match) -> str:
@@ -149,7 +157,7 @@ def _in_digits(match: re.Match) -> str:
 
 def in_latex(field: str) -> str:
     """Returns a plain field, with commands for symbols of Unicode such as the root and infinity."""
-    field = POWER.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", plain(field))
+    field = POWER.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", plain_field(field))
     for pattern, replacement in ROOTS:
         field = re.sub(pattern, replacement, field)
     return field.translate(str.maketrans(COMMANDS))
@@ -165,7 +173,7 @@ def one_spelling(field: str) -> str:
 
 def in_prose(field: str) -> str:
     """Returns the prose of a field in Markdown or LaTeX."""
-    text = plain(field)
+    text = plain_field(field)
     for pattern, replacement in PROSE_SPELLINGS:
         text = re.sub(pattern, replacement, text)
     return text.strip()
