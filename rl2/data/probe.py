@@ -66,10 +66,10 @@ class Probes:
 
     def _plant_call(self, call: dict, place: str) -> dict:
         function = call.get("function", call)
-        name = self.plant(f"{place}.name")
-        planted = {**function, "name": name}
+        word = self.plant(f"{place}.name")
+        planted = {**function, "name": word}
         if isinstance(call.get("id"), str):  # Kimi writes functions.NAME:0 in the place of the name
-            call = {**call, "id": call["id"].replace(str(function.get("name")), name)}
+            call = {**call, "id": call["id"].replace(str(function.get("name")), word)}
         if isinstance(function.get("arguments"), dict):
             planted["arguments"] = {
                 name: self.plant(f"{place}.arguments.{name}") if isinstance(value, str) else value
