@@ -189,13 +189,14 @@ def _on_host(function):
 def _without_files(from_config):
     """`from_pretrained` of a model whose weights are fake, in host memory."""
 
-    def from_pretrained(name, config, dtype, output_loading_info):
+    def from_pretrained(name, config, dtype, **_):
         with init_empty_weights(include_buffers=False):
             hf = from_config(config, dtype=dtype)
         hf.to_empty(device="cpu")
         hf.tie_weights()
-        missing = ["score.weight"] if hasattr(hf, "score") else []
-        return hf, {"missing_keys": missing}
+        missing = {"score.weight"} if hasattr(hf, "score") else set()
+        report = {"missing_keys": missing, "unexpected_keys": set(), "mismatched_keys": set()}
+        return hf, report
 
     return from_pretrained
 
