@@ -22,8 +22,7 @@ from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
 from rl2.engine.share import engine_bytes
 from rl2.parallel.device import GIB
-from rl2.run.memory_plan import Plan
-from rl2.tools.plan import OUTSIDE_BYTES, judge, totals
+from rl2.tools.plan import OUTSIDE_BYTES, Plan, judge, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("PPO", "SFT", "DPO", "RM")
@@ -326,9 +325,9 @@ def gpus_page() -> str:
 
 def describe_fit(plan: Plan, trainer: str) -> str:
     """Returns the GiB that a job needs and the smallest card that has them, in words."""
-    needed = plan.peak
+    needed = max(plan.peaks.values())
     if trainer == "grpo":  # the engine's weights are there while the trainer sends its own
-        needed = max(plan.peak, plan.sync + plan.engine_weights)
+        needed = max(needed, plan.sync + plan.engine_weights)
     card = next((name for name, gib in CARDS.items() if fits(plan, trainer, gib * GIB)), "none")
     return f"{needed / GIB:.1f}, {card}"
 
@@ -340,7 +339,7 @@ def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
         return judge({phase: (peak, 0) for phase, peak in plan.peaks.items()}, size)[0]
     config = schema.PPOConfig()
     config.rollout.engine = "sglang"
-    room = engine_bytes(plan, size, size - plan.loaded, plan.loaded)
+    room = engine_bytes(plan.trainer, size, size - plan.loaded)
     return room > plan.engine_weights and judge(totals(config, plan, size), size)[0]
 
 

@@ -11,7 +11,7 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=16 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.weight_decay=0.1 actor.max_length_per_device=8192 \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.sp_size=2 actor.offload_model=true actor.offload_optimizer=true actor.update_per_rollout=4 \
     actor.clip=0.2 actor.clip_high=0.28 actor.average=token actor.skip_threshold=10 adv.norm_var=true \
     rollout.filter=[0,1] rollout.max_refills=9 \

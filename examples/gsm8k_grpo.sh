@@ -10,7 +10,7 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-1}" -m rl2.trainer.ppo \
     data.path=runs/data/gsm8k/train.jsonl data.test_path=runs/data/gsm8k/test.jsonl data.max_length=512 \
     data.prompts_per_rollout=64 data.responses_per_prompt=16 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}" actor.lr=1e-6 actor.max_length_per_device=16384 \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.average=sequence adv.norm_var=true kl.coef=0.001 kl.type=loss \
     rollout.env_path=envs/gsm8k.py rollout.max_running=512 \
     rollout.train_sampling_params.max_new_tokens=1024 rollout.test_sampling_params.max_new_tokens=1024 \

@@ -11,6 +11,6 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-4}" -m rl2.trainer.sft \
     data.path=runs/data/limo/train.jsonl data.test_path=runs/data/limo/test.jsonl data.max_length=16384 \
     data.batch_size=64 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B-Instruct}" actor.lr=5e-6 actor.scheduler=cosine \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.max_length_per_device=8192 actor.sp_size=2 \
     trainer.experiment_name=limo-7b-sft trainer.n_epochs=15 trainer.test_freq=13 trainer.save_freq=39 "$@"

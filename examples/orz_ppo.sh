@@ -11,7 +11,7 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=64 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.max_length_per_device=8192 actor.sp_size=2 \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.offload_model=true actor.offload_optimizer=true actor.freeze_steps=4 \
     critic.lr=5e-6 critic.max_length_per_device=8192 critic.sp_size=2 critic.update_per_rollout=12 \
     critic.offload_model=true critic.offload_optimizer=true \

@@ -10,7 +10,7 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=64 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.max_length_per_device=8192 actor.sp_size=2 \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.offload_model=true actor.offload_optimizer=true actor.update_per_rollout=4 actor.clip_high=0.28 \
     rollout.env_path=envs/boxed.py rollout.max_running=256 \
     rollout.train_sampling_params.max_new_tokens=8192 rollout.test_sampling_params.max_new_tokens=8192 \

@@ -13,7 +13,7 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-4}" -m rl2.trainer.ppo \
     data.path=runs/data/search/train.jsonl data.test_path=runs/data/search/test.jsonl data.max_length=512 \
     data.prompts_per_rollout=128 data.responses_per_prompt=5 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-3B-Instruct}" actor.lr=1e-6 actor.max_length_per_device=8192 \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     rollout.env_path=envs/search.py rollout.max_turns=4 rollout.max_running=256 \
     rollout.train_sampling_params.max_new_tokens=512 rollout.test_sampling_params.max_new_tokens=512 \
     'rollout.train_sampling_params.stop=["</search>"]' \

@@ -11,5 +11,5 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-4}" -m rl2.trainer.rm \
     data.path=runs/data/skywork/train.jsonl data.test_path=runs/data/skywork/test.jsonl data.max_length=4096 \
     data.batch_size=128 \
     critic.model_name="${MODEL:-Qwen/Qwen2.5-7B-Instruct}" critic.lr=2e-6 critic.scheduler=cosine \
-    critic.warmup_ratio=0.03 critic.max_length_per_device=8192 critic.compile=true critic.gradient_checkpointing=auto \
+    critic.warmup_ratio=0.03 critic.max_length_per_device=8192 critic.compile=true \
     trainer.experiment_name=skywork-7b-rm trainer.n_epochs=1 trainer.test_freq=100 trainer.save_freq=100 "$@"

@@ -11,6 +11,6 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-4}" -m rl2.trainer.dpo \
     data.path=runs/data/ultrafeedback/train.jsonl data.test_path=runs/data/ultrafeedback/test.jsonl \
     data.max_length=2048 data.batch_size=128 \
     actor.model_name="${MODEL:-alignment-handbook/zephyr-7b-sft-full}" actor.lr=5e-7 actor.scheduler=cosine \
-    actor.compile=true actor.gradient_checkpointing=auto \
+    actor.compile=true \
     actor.warmup_ratio=0.1 actor.max_length_per_device=8192 dpo.beta=0.01 \
     trainer.experiment_name=zephyr-7b-dpo trainer.n_epochs=1 trainer.test_freq=100 trainer.save_freq=100 "$@"

@@ -20,7 +20,7 @@ from rl2.config.values import flatten
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
-    "--plan, --config-dir DIR and --config-name NAME; options of torchrun come before -m"
+    "--config-dir DIR and --config-name NAME; options of torchrun come before -m"
 )
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 # A key and its = that are several arguments; \0 is between two arguments.

@@ -1,9 +1,8 @@
-"""Options of a trainer that are answered before it is imported: --help and --plan.
+"""The option of a trainer that is answered before it is imported: --help.
 
 A trainer imports torch and transformers, which takes seconds. Nothing here does.
 """
 
-import os
 import sys
 from typing import NoReturn
 
@@ -14,12 +13,13 @@ from rl2.parallel.rank import is_first_rank
 
 
 def answer_early(root: type, argv: list[str]) -> None:
-    """Answers --help and --plan, if they are among the arguments, and ends the program then.
+    """Answers --help, if it is among the arguments, and ends the program then.
 
     `root` is the config class of a trainer or a subclass of one.
     """
     if "--plan" in argv:
-        start_plan(root, argv)
+        trainer = root.__name__.removesuffix("Config").lower()
+        sys.exit(f"--plan is gone: use rl2 plan {trainer} key=value ...")
     if "-h" in argv or "--help" in argv:
         print_and_exit(describe(root, argv))
 
@@ -27,15 +27,6 @@ def answer_early(root: type, argv: list[str]) -> None:
 def answer_trainer(name: str) -> None:
     """Does so for the trainer `name`, such as ppo, and the arguments of the process."""
     answer_early(TRAINER_CONFIGS[name], sys.argv[1:])
-
-
-def start_plan(root: type, argv: list[str]) -> NoReturn:
-    """Continues as `python -m rl2 plan` of this trainer on rank 0; the other ranks end."""
-    if not is_first_rank():
-        sys.exit(0)
-    argv.remove("--plan")
-    trainer = root.__name__.removesuffix("Config").lower()
-    os.execv(sys.executable, [sys.executable, "-m", "rl2", "plan", trainer, *argv])
 
 
 def print_and_exit(text: str) -> NoReturn:

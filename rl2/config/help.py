@@ -66,7 +66,7 @@ def explain_common(root: type) -> str:
         lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")
     lines += [
         f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
-        "--cfg job prints the resolved config; --plan predicts the memory of each phase",
+        "--cfg job prints the resolved config; rl2 plan predicts the memory",
         "--config-dir DIR --config-name NAME starts from a YAML file",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
     ]

@@ -319,13 +319,11 @@ class WorkerConfig(ModelConfig):
     optimizer_dir: str | None = key(
         None, "start with the optimizer state in this folder, which save_optimizer wrote"
     )
-    gradient_checkpointing: bool | NonNegativeInt | str = key(
+    gradient_checkpointing: bool | NonNegativeInt = key(
         True,
-        "recompute layers in the backward pass: all, a number of them, or auto; saves memory, "
-        "takes about a third more time; auto: as many as GPU memory requires, predicted at the "
-        "start",
+        "recompute layers in the backward pass: all, or a number of them; saves memory, takes "
+        "about a third more time; rl2 plan names the fewest layers that fit",
         common=True,
-        choices=("auto",),
     )
     lora_rank: NonNegativeInt = key(
         0,

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +40,16 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on this rank's GPU that follow from the models of the trainer."""
+
+    sending: int = 0
+    """that the trainer needs to send weights, beside what it has allocated"""
+    engine_weights: int = 0
+    """of the engine's own weights"""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """What an engine is built from. An engine ignores the fields that it has no use for."""
 
@@ -71,9 +81,9 @@ class EngineSettings:
     """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float | str = "auto"
     """share of the free memory of a GPU that an engine with processes of its own may take; auto: so
-    much that the trainer keeps what it will need by `plan_memory`"""
-    plan_memory: Callable[..., Any] = lambda wait: None
-    """called with wait=True: the memory plan of the trainer on the first rank, or None"""
+    much that there is room to generate, and to send weights"""
+    trainer: TrainerMemory = TrainerMemory()
+    """what follows from the models of the trainer, which are on the GPU already"""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """further arguments of the engine's own library"""
     seed: int = 0

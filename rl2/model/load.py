@@ -72,7 +72,7 @@ def load_model(
     head_dtype: torch.dtype = torch.float32,  # of the logits, see `head_scores`
     critic: bool = False,
     trainable: bool = False,
-    gradient_checkpointing: bool | int | str = False,  # see `fsdp.shard`
+    gradient_checkpointing: bool | int = False,  # see `fsdp.shard`
     compile: bool = False,  # the elementwise parts, see `fuse`
     exactness: Exactness = Exactness.OFF,  # bits of the embedded engine's, see `TokenModel`
     lora_settings: LoraSettings | None = None,

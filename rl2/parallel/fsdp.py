@@ -25,7 +25,7 @@ def shard(
     model: Any,
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
-    gradient_checkpointing: bool | int | str = False,
+    gradient_checkpointing: bool | int = False,
     recompute_context: Callable[[], Any] | None = None,
     idle: Sequence[nn.Module] = (),
 ) -> None:
@@ -36,9 +36,8 @@ def shard(
 
     `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
     of the first; the backward pass reaches these last, when it has freed what the others kept.
-    (auto means all here: trainers put a number in its place.) `recompute_context` is the
-    `context_fn` of torch's checkpoint. `idle` modules never run: they are sharded by themselves,
-    and never gathered.
+    `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run: they
+    are sharded by themselves, and never gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:

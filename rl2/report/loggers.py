@@ -28,7 +28,6 @@ from rl2.parallel.device import GIB
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
-from rl2.run.memory_plan import Prediction
 from rl2.run.records import MetricsFile, Records
 from rl2.run.weights_hash import hash_weights
 
@@ -249,8 +248,8 @@ class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
     All processes make the same calls; the first one has the loggers. `folder` and `config` are
-    those of the run; `start_step` of `num_steps` are done already. `prediction` is the plan of the
-    memory, which is logged beside its peak. `workers` are those whose weights change, by name.
+    those of the run; `start_step` of `num_steps` are done already. `workers` are those whose
+    weights change, by name.
     """
 
     def __init__(
@@ -259,11 +258,9 @@ class MetricsLog:
         config: Any,
         start_step: int,
         num_steps: int,
-        prediction: Prediction | None = None,
         workers: dict[str, Any] | None = None,
     ):
         self.folder = folder
-        self.prediction = prediction
         self.workers = workers or {}
         self.phase_seconds: dict[str, float] = {}
         self.file: MetricsFile | None = None
@@ -327,9 +324,6 @@ class MetricsLog:
         line["time/other"] = step_seconds - sum(times.values())
         line["time/step"] = step_seconds
         line["memory/peak_gib"] = peak_memory()
-        plan = self.prediction.plan() if self.prediction else None
-        if plan is not None:
-            line["memory/predicted_gib"] = plan.peak / GIB
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
         if num_tokens:
             line["tokens/per_second"] = num_tokens / step_seconds

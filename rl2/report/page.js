@@ -157,14 +157,13 @@ function makeChart(heads, points, [low, high], describe, usual, { width, height 
 
 /** The curves of a metric: of each run its points, and the ends of their error bars. */
 function linesOf(metric) {
-  const names = metric === "memory/peak_gib" ? [metric, "memory/predicted_gib"] : [metric];
   const limit = (value) => (SHARES.test(metric) ? Math.min(1, Math.max(0, value)) : value);
-  const lines = RUNS.flatMap((run) => names.map((name) => {
-    const points = pointsOf(run, name);
-    const errors = new Map(pointsOf(run, `${name}_stderr`));
+  const lines = RUNS.map((run) => {
+    const points = pointsOf(run, metric);
+    const errors = new Map(pointsOf(run, `${metric}_stderr`));
     const bars = points.map(([step, value]) => [-1, 1].map((sign) => [step, limit(value + sign * CONFIDENCE * (errors.get(step) || 0))]));
-    return { run, points, bars, errors, className: name === metric ? "" : "dashed" };
-  }));
+    return { run, points, bars, errors };
+  });
   return lines.filter(({ points }) => points.length);
 }
 
@@ -179,10 +178,10 @@ function lineChart(metric, heads, usual, size) {
   const axis = axisOf(metric, ends.map(([, value]) => value));
   const cut = axis[0] > 0 || axis[1] < 0 ? ", axis without 0" : "";
   const { figure, draw } = makeChart(heads, ends, axis, describe, [usual + cut], size);
-  for (const { run, points, bars, errors, className } of lines) {
+  for (const { run, points, bars, errors } of lines) {
     if (errors.size) bars.forEach((bar) => draw("", run.color, bar));
     if (window > 1) draw("faint", run.color, points);
-    draw(className, run.color, smooth(points, window));
+    draw("", run.color, smooth(points, window));
     if (points.length <= 25) points.forEach((point) => draw("dot", run.color, [point, point]));
   }
   return figure;
@@ -190,9 +189,8 @@ function lineChart(metric, heads, usual, size) {
 
 function smallChart(metric) {
   const lines = linesOf(metric);
-  const isPredicted = lines.some(({ className }) => className);
   const last = lines.map(({ points }) => format(points.at(-1)[1])).join(" | ");
-  return lineChart(metric, [make("b", {}, isPredicted ? `${metric} (dashed: predicted)` : metric)], `last ${last}`, SMALL_CHART);
+  return lineChart(metric, [make("b", {}, metric)], `last ${last}`, SMALL_CHART);
 }
 
 /** The first and the last value of a run, with their errors. */
@@ -256,7 +254,7 @@ const isPhase = (name) => /^time\/(?!step$)/.test(name);
 
 /** The metrics that never change, each with its value in each run. */
 function makeConstants(names) {
-  const valueOf = (name) => linesOf(name).filter(({ className }) => !className).map(({ points }) => format(points[0][1])).join(" | ");
+  const valueOf = (name) => linesOf(name).map(({ points }) => format(points[0][1])).join(" | ");
   return make("dl", { className: "constants" }, ...names.map((name) => make("div", {}, make("dt", {}, name), make("dd", {}, valueOf(name)))));
 }
 
@@ -282,7 +280,7 @@ function drawCharts() {
   byId("headlines").replaceChildren(...headlines.map(([metric, label]) => makeHeadline(metric, label, size)));
   const drawn = headlines.map(([metric]) => metric);
   const hasPhaseChart = RUNS.some((run) => run.steps.length > 1);
-  const isDrawnElsewhere = (name) => /^step$|_stderr$|^memory\/predicted/.test(name) || (hasPhaseChart && isPhase(name));
+  const isDrawnElsewhere = (name) => /^step$|_stderr$/.test(name) || (hasPhaseChart && isPhase(name));
   let names = union(RUNS.map(metricsOf)).filter((name) => !drawn.includes(name) && !isDrawnElsewhere(name));
   byId("charts").replaceChildren();
   for (const [title, patterns] of SECTIONS) {

@@ -8,15 +8,16 @@ allocates is counted. Times come from split.py.
 
 import argparse
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from rl2.batch import Batch
 from rl2.config.adapters import sends_adapters
@@ -26,19 +27,13 @@ from rl2.config.parse import parse
 from rl2.config.problem import Problem
 from rl2.config.rules import loaded_models
 from rl2.config.schema import TRAINER_CONFIGS, DPOConfig, PPOConfig, SFTConfig, worker_names
+from rl2.engine.base import TrainerMemory
 from rl2.engine.share import engine_bytes
 from rl2.model.folder import check_config
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import make_optimizer
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.rounding import ceil_div, round_up
-from rl2.run.memory_plan import (
-    Plan,
-    automatic_sections,
-    recomputed_layers,
-    with_checkpointing,
-    write_plan,
-)
 from rl2.run.signals import user_errors
 from rl2.tools.options import plan_parser
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
@@ -62,6 +57,27 @@ ELSEWHERE = (
 # tensors. An estimate that has not been measured.
 OUTSIDE_BYTES = 3 * GIB
 USUAL_GPU_GIB = 79.2  # of an H100 or A100 that is sold with 80 GB
+
+
+@dataclass
+class Plan:
+    """Bytes of tensors on rank 0's GPU, the fullest one. An engine's own memory is not counted."""
+
+    # The most in each phase: load, infer, update, step, sync or save.
+    peaks: dict[str, int] = field(default_factory=dict)
+    loaded: int = 0  # after loading, when an engine starts
+    steady: int = 0  # between steps, while an engine generates
+    engine_weights: int = 0  # of the engine's own weights, on each of its GPUs
+
+    @property
+    def sync(self) -> int:
+        """The most while weights are sent to the engine."""
+        return self.peaks.get("sync", 0)
+
+    @property
+    def trainer(self) -> TrainerMemory:
+        """What the engine's share follows from."""
+        return TrainerMemory(max(0, self.sync - self.steady), self.engine_weights)
 
 
 class PhasedOptimizer:
@@ -108,10 +124,12 @@ def predict(config: Any, num_gpus: int) -> Plan:
     """Plans a trainer with this config. The process must not have a process group.
 
     Compiled parts are planned as they are written, which needs no compiler and no less memory.
+    Weights are not dithered: it takes no memory, and most of the time.
     """
     config = deepcopy(config)
     for name in worker_names(config):
-        getattr(config, name).compile = False
+        section = getattr(config, name)
+        section.compile = section.dither_weights = False
     with planned_device(num_gpus) as memory:
         return run_phases(config, memory, PLANNED_DEVICE, ModelsWithoutValues(memory))
 
@@ -252,7 +270,7 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
         if config.rollout.engine == "local":
             engine = plan.engine_weights
         elif isinstance(share, str):  # auto
-            engine = max(plan.engine_weights, engine_bytes(plan, gpu_bytes, free, plan.loaded))
+            engine = max(plan.engine_weights, engine_bytes(plan.trainer, gpu_bytes, free))
         else:
             engine = int(share * (free - OUTSIDE_BYTES))
         phases["rollout"] = (plan.steady, engine)
@@ -344,9 +362,6 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
     gpu_bytes = int((arguments.gpu_memory or default_gpu_memory()) * GIB)
     num_samplers = count_samplers(config)
     num_trainers = arguments.gpus - num_samplers
-    if automatic_sections(config):
-        num_layers = recomputed_layers(config, num_trainers, gpu_bytes)
-        config = with_checkpointing(config, num_layers)
     plan = predict(config, num_trainers)
     if num_samplers:
         weights = plan.engine_weights / GIB
@@ -359,6 +374,7 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
         medians = arguments.prompt_tokens, arguments.answer_tokens
         print(*describe_times(config, arguments.gpus, *medians), sep="\n", flush=True)
     if fits:
+        describe_checkpointing(config, plan, num_trainers, gpu_bytes)
         return True
     print("Nearest settings, each with its own prediction:")
     for words_of_settings, changed, num_gpus in near_settings(config, num_trainers):
@@ -370,5 +386,33 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
     return False
 
 
-if __name__ == "__main__":  # of Prediction
-    write_plan(predict(*pickle.load(sys.stdin.buffer)))
+def describe_checkpointing(config: Any, plan: Plan, num_gpus: int, gpu_bytes: int) -> None:
+    """Prints how few layers have to be recomputed, if all are.
+
+    The peak of an update is convex in the number of layers, so it is not above the line between
+    the plans for all and for none.
+    """
+    names = [name for name in worker_names(config) if checkpoints_all(config, name)]
+    if not names:
+        return
+    keeping = deepcopy(config)
+    for name in names:
+        getattr(keeping, name).gradient_checkpointing = False
+    least, most = plan.peaks["update"], predict(keeping, num_gpus).peaks["update"]
+    model_name = getattr(config, names[0]).model_name
+    num_layers = AutoConfig.from_pretrained(model_name).get_text_config().num_hidden_layers
+    share = (gpu_bytes - OUTSIDE_BYTES - least) / max(1, most - least)
+    kept = int(num_layers * min(1.0, share))
+    if kept > 0:
+        keys = " ".join(f"{name}.gradient_checkpointing={num_layers - kept}" for name in names)
+        print(f"{keys}: fits too, and is faster: {kept} of {num_layers} layers are not recomputed")
+
+
+def checkpoints_all(config: Any, name: str) -> bool:
+    """Whether the worker recomputes all layers in its backward pass."""
+    section = getattr(config, name)
+    return section.gradient_checkpointing is True and bool(section.model_name)
+
+
+if __name__ == "__main__":
+    main()

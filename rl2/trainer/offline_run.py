@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import plays_tests
@@ -16,7 +15,6 @@ from rl2.parallel.mesh import init_distributed
 from rl2.report.health import with_names
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
-from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.run.start import claim_folder
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
@@ -94,9 +92,7 @@ class OfflineRun:
             self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         check_layers(config)
         torch.manual_seed(config.trainer.seed)  # of new weights
-        planned = choose_checkpointing(config)
-        prediction = Prediction(planned, dist.get_world_size())
-        worker_config = getattr(planned, self.worker_name)
+        worker_config = getattr(config, self.worker_name)
         self.worker = Worker(
             worker_config, device, is_critic, num_updates=num_steps, seed=config.trainer.seed
         )
@@ -112,7 +108,6 @@ class OfflineRun:
             parts,
             num_steps=num_steps,
             device=device,
-            prediction=prediction,
             evaluate=self.evaluate if self.test_batches or self.played_tests else None,
             replay=replay,
         )

@@ -22,7 +22,7 @@ from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, NamedTensors
+from rl2.engine.base import Engine, NamedTensors, TrainerMemory
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.load import Functions
@@ -49,7 +49,6 @@ from rl2.rollout.source import RolloutSource
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
-from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.run.signals import StopSignal
 from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
@@ -87,7 +86,6 @@ class Setup:
     model_stop_ids: list[int]  # the model's own tokens that end a turn
     prompts: Examples | Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
-    prediction: Prediction
     teacher_server: TeacherServer | None  # with teacher.base_url
     link: Link | None  # to the processes that only sample, or from them
 
@@ -115,9 +113,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     prompts, tests = make_prompts(config, rows, template)
     check_layers(config)
     check_stop_ids(config)
-    if is_training:
-        config = choose_checkpointing(config)
-    prediction = Prediction(config, dist.get_world_size())
     teacher_server = None
     if config.teacher.base_url and is_training:
         teacher = config.teacher
@@ -132,7 +127,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
         model_stop_ids=template.stop_token_ids(load_eos_token_ids(config.actor.model_name)),
         prompts=prompts,
         tests=tests,
-        prediction=prediction,
         teacher_server=teacher_server,
         link=link,
     )
@@ -187,7 +181,7 @@ class PPORun:
             self.rollouts = self.samplers = self._make_samplers(setup.link, num_steps)
             self.evaluator = self.samplers if plays_tests else None
         else:
-            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps)
+            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps, self.actor)
             self.engine = collector.player.engine
             self.evaluator = make_evaluator(setup, collector) if plays_tests else None
         # What gets the actor's weights; None with saved rollouts.
@@ -202,7 +196,6 @@ class PPORun:
             parts,
             num_steps=num_steps,
             device=setup.device,
-            prediction=setup.prediction,
             evaluate=self.evaluate if self.evaluator else None,
             replay=replay,
         )
@@ -454,12 +447,20 @@ def make_ppo_workers(
     return workers, frozen
 
 
-def make_collector(setup: Setup, prompts: Examples | Mixture | None, num_steps: int) -> Collector:
-    """Starts the engine, and makes what plays prompts with it; None in an evaluation."""
+def make_collector(
+    setup: Setup,
+    prompts: Examples | Mixture | None,
+    num_steps: int,
+    actor: Worker | None = None,
+) -> Collector:
+    """Starts the engine, and makes what plays prompts with it; None in an evaluation.
+
+    `actor` is on the GPUs of the engine, if they are not its own.
+    """
     config, rollout = setup.config, setup.config.rollout
     is_deterministic = choose_deterministic(config, setup.device, rollout.partial)
     return Collector(
-        _make_player(setup, _make_engine(setup, is_deterministic)),
+        _make_player(setup, _make_engine(setup, is_deterministic, actor)),
         cursor=None if prompts is None else DataCursor(prompts),
         params=make_sampling_params(
             rollout.train_sampling_params,
@@ -517,8 +518,8 @@ def _scoring_models(config: PPOConfig) -> list[Any]:
     return models
 
 
-def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
-    config, actor, rollout = setup.config, setup.config.actor, setup.config.rollout
+def _make_engine(setup: Setup, is_deterministic: bool, actor: Worker | None) -> Engine:
+    config, rollout = setup.config, setup.config.rollout
     share = rollout.gpu_memory_utilization
     if share == "auto" and setup.link is not None:  # no trainer needs memory beside this engine
         share = SHARE_OF_OWN_GPU
@@ -526,16 +527,28 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     settings = replace(
         common_engine_settings(config, setup.device, is_deterministic),
         adapters=_choose_adapters(config),
-        with_experts=actor.routing_replay and not config.trainer.eval_only,
+        with_experts=config.actor.routing_replay and not config.trainer.eval_only,
         max_running_requests=max_running,
         exact=choose_exactness(config).is_on,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=share,
-        plan_memory=setup.prediction.plan,
+        trainer=_memory_beside_engine(actor, rollout.tp_size) if actor else TrainerMemory(),
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
     )
     return end_with_run(make_engine(rollout.engine, settings))
+
+
+def _memory_beside_engine(actor: Worker, tp_size: int) -> TrainerMemory:
+    """What the engine's memory follows from. One weight at a time is gathered, from a copy."""
+    weights = [  # two to a byte in a base in 4 bits
+        weight.numel() * (2 if weight.dtype == torch.uint8 else 1)
+        for weight in actor.model.parameters()
+    ]
+    return TrainerMemory(
+        sending=2 * max(weights) * actor.dtype.itemsize,
+        engine_weights=sum(weights) * actor.dtype.itemsize // tp_size,
+    )
 
 
 def _choose_adapters(config: PPOConfig) -> LoraSettings | None:

@@ -21,7 +21,6 @@ from rl2.report.loggers import MetricsLog
 from rl2.run import disk_space
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
-from rl2.run.memory_plan import Prediction
 from rl2.run.signals import StopSignal
 from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
@@ -56,7 +55,6 @@ class Recorder:
         *,
         num_steps: int,
         device: torch.device,
-        prediction: Prediction,
         evaluate: Evaluate | None,
         replay: Replay | None = None,
     ):
@@ -81,9 +79,7 @@ class Recorder:
         self.earlier_best = folder.best  # before the last evaluation
         if folder.is_first:
             self._check_disk()
-        self.metrics_log = MetricsLog(
-            folder.path, self.config, self.start_step, num_steps, prediction, workers
-        )
+        self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
         self.stop_signal = StopSignal(device, self._newest_checkpoint)

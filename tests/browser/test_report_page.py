@@ -137,8 +137,6 @@ def test_the_curves_of_one_run_are_drawn(open_page):
     assert tested.locator("path:not(.grid)").count() == 15
     assert tested.is_visible() and page.locator("#headlines figure").count() == 3
     assert page.locator("figure", has_text="rollout/teaching").count() == 1
-    memory = page.locator("figure", has_text="memory/peak_gib")
-    assert memory.locator("path.dashed").count() == 1 and "predicted" in memory.inner_text()
     phases = page.locator("figure", has_text="seconds of each phase")
     assert phases.locator("path.area").count() == 5
     lefts = page.locator("svg text").evaluate_all("texts => texts.map(t => t.getBBox().x)")

@@ -88,7 +88,7 @@ def make_metrics(rng: random.Random, step: int, records: list[dict]) -> dict:
     metrics["actor/mismatch_kl_k1"] = -3e-5 * rng.random()
     metrics["actor/mismatch_kl_k3"] = -3e-8 * rng.random()
     metrics["tokens/per_second"] = 3e6 * rng.random()
-    metrics |= {"memory/peak_gib": 3 + rng.random(), "memory/predicted_gib": 3.5}
+    metrics["memory/peak_gib"] = 3 + rng.random()
     if step % 5 == 0 or step == 1:
         metrics |= {"test/avg@4": mean / 2, "test/avg@4_stderr": 0.05, "test/reward/mean": mean / 2}
     return metrics

@@ -30,7 +30,6 @@ TIMES = (
     "tokens/per_second",
     "actor/grad_norm",
     "memory/peak_gib",
-    "memory/predicted_gib",
 )
 
 
