@@ -348,3 +348,41 @@ def test_the_ready_made_env(capsys):
     assert score("```python\nprint(3)\n```") == {"right": 0.0, "format": 0.1}
     assert score("The answer is 3.") == {"right": 0.0, "format": 0.0}
     env.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "is_right"),
+    [
+        ([[1, 2], [3, [4]]], [[1, 2], [3, [4]]], True),  # the result, a list
+        ([[1, 2]], [[[1, 2]]], True),  # in a list with it alone
+        ([[1, 2]], [[[2, 1]]], False),
+        ([["1", "2"]], [["1", "2"]], True),
+        ([[1, 2]], [[1]], False),
+    ],
+)
+def test_calls_as_apps_writes_them(inputs, outputs, is_right):
+    """Lists of arguments, and results that may be in a list."""
+    cases = {"fn_name": "pair", "inputs": inputs, "outputs": outputs}
+    for form in (cases, json.dumps(cases)):
+        assert judge("def pair(x, y): return [x, y]", form).is_right == is_right
+        in_class = "class Solution:\n    def pair(self, x, y): return [x, y]"
+        assert judge(in_class, form).is_right == is_right
+
+
+def test_programs_that_read_lines_as_apps_writes_them():
+    assert judge(SUM, {"inputs": [["1 2", "more"]], "outputs": [["3", ""]]}).is_right
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        {"inputs": [[1, 2]], "outputs": [3]},  # calls without fn_name
+        {"inputs": [3], "outputs": ["3"]},
+        {"fn_name": "f", "inputs": [3], "outputs": [3]},
+        {"fn_name": "f", "inputs": ["1"], "outputs": [3]},
+    ],
+)
+def test_cases_that_are_neither_calls_nor_texts_are_an_error(cases):
+    """Not a verdict: every program would be wrong."""
+    with pytest.raises(ValueError, match="test_cases"):
+        judge("def f(x): return x", cases)

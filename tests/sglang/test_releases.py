@@ -144,7 +144,7 @@ def check_calls(calls: list[ast.Call], signatures: dict[str, ast.arguments]):
         positional = [a.arg for a in arguments.args if a.arg not in ("self", "cls")]
         assert len(call.args) <= len(positional), f"{name} takes {positional}"
         known = {*positional, *(a.arg for a in arguments.kwonlyargs)}
-        assert arguments.kwarg or {k.arg for k in call.keywords} <= known, (
+        assert arguments.kwarg or {k.arg for k in call.keywords if k.arg} <= known, (
             f"{name} takes {sorted(known)}"
         )
 
