@@ -102,13 +102,18 @@ def test_metrics_of_several_answers():
         {
             "avg@4": 3 / 7,
             "avg@4_stderr": clustered_mean([[1, 1, 0, 0], [0, 0, 1]])[1],
+            "reward/mean_stderr": clustered_mean([[1.0, 1.1, 0.5, 0.0], [0.0, 0.0, 1.0]])[1],
             "pass@1": fmean([2 / 4, 1 / 3]),
             "pass@2": fmean([1 - 1 / 6, 1 - 1 / 3]),
             "pass@4": 1.0,  # of the prompt that has four answers
             "maj@4": 0.5,
         }
     )
-    assert set(measure_samples(trajectories, 1)) == {"avg@1", "avg@1_stderr"}
+    assert set(measure_samples(trajectories, 1)) == {
+        "avg@1",
+        "avg@1_stderr",
+        "reward/mean_stderr",
+    }
     assert {f"pass@{k}" for k in (1, 2, 4, 5)} == {
         name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
     }

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
+from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.report import answers, loggers, page, saved, summary
 from rl2.report.answers import SharedStart
@@ -821,7 +822,8 @@ def test_a_run_is_told_in_a_few_sentences():
     lines[-1] |= {"test/reward/mean": 0.75, "test/avg@4": 0.875, "test/avg@4_stderr": 0.05}
     told = summary_of(lines, num_steps=2, config={"adv": {"estimator": "grpo"}})
     assert told["sentences"] == [
-        "a/model was trained with PPO (adv.estimator=grpo) for 2 steps in 1 min 12 s.",
+        "a/model was trained with reinforcement learning (adv.estimator=grpo) for 2 steps in "
+        "1 min 12 s.",
         "The mean reward in training went from 0.1 at step 1 to 0.2 at step 2.",
         "The held-out mean reward went from 0.25 before training to 0.75 at step 2.",
         "The held-out share of right answers went from 0.5 ± 0.2 before training to "
@@ -1020,3 +1022,16 @@ def test_a_run_that_an_error_ends_after_a_step_has_a_report(tmp_path):
         done = run_python("-c", code, folder, num_steps, check=False)
         assert "the run ends here" in done.stderr and not done.stdout
         assert (folder / "report.html").exists() is (num_steps > 0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "ppo", "gspo"])
+def test_a_report_names_the_algorithm_that_was_chosen(name):
+    needed = ["data.path=x.jsonl", "rollout.env_path=gsm8k", "actor.model_name=x"]
+    needed += ["critic.model_name=x"] if name == "ppo" else []
+    config = asdict(parse(PPOConfig, [f"algo={name}", *needed], elsewhere=("data", "actor")))
+    record = {"identity": {"trainer": "PPOConfig"}}
+    [first, *_] = summarize([STEP], config, record)["sentences"]
+    assert f"(algo={name})" in first
+    config["adv"]["estimator"] = "mine.py:estimate"
+    [first, *_] = summarize([STEP], config, record)["sentences"]
+    assert "adv.estimator=mine.py:estimate" in first

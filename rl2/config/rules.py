@@ -29,7 +29,6 @@ from rl2.config.schema import (
     ModelConfig,
     PPOConfig,
     WorkerConfig,
-    source_name,
     worker_names,
 )
 
@@ -177,7 +176,6 @@ def explain_resume(folder: Path) -> str:
 def check_best(config: Any) -> Iterator[Problem]:
     """Whether there are evaluations to choose the best one from, and whether one is named."""
     trainer = config.trainer
-    test_paths = config.rollout.test_paths if plays_tests(config) else config.data.test_paths
     if trainer.patience is not None and trainer.save_best is None:
         message = (
             f"trainer.patience={trainer.patience} needs trainer.save_best, the score that it "
@@ -199,10 +197,7 @@ def check_best(config: Any) -> Iterator[Problem]:
             "last step is evaluated"
         )
     elif trainer.save_best.lower() in ("true", "yes", "on", "1"):
-        message = f"{key} names no metric: auto keeps the best by the mean reward, or by the loss"
-    elif trainer.save_best == "auto" and len(test_paths) > 1:
-        names = ", ".join(map(source_name, test_paths))
-        message = f"{key}: there are several test sets; name one of {names}"
+        message = f"{key} names no metric: auto keeps the best by the reward, or by the loss"
     if message:
         yield Problem("trainer.save_best", trainer.save_best, message)
 

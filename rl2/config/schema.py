@@ -1090,7 +1090,8 @@ class TrainerConfig:
         None,
         "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the mean "
         "reward of sampled answers (the share of right ones with rollout.score), without any by "
-        "the loss; else the name of a test set, or a metric after test/, e.g. accuracy",
+        "the loss, and of several test sets by their mean; else the name of a test set, or a "
+        "metric after test/, e.g. accuracy",
     )
     patience: PositiveInt | None = key(
         None,

@@ -4,10 +4,11 @@ import math
 import re
 from typing import Any
 
+from rl2.config.presets import load_presets, preset_of
 from rl2.report.saved import Record
 
 TRAINERS = {  # by the class of the config
-    "PPOConfig": "with PPO",
+    "PPOConfig": "with reinforcement learning",
     "SFTConfig": "with SFT",
     "DPOConfig": "with DPO",
     "RMConfig": "as a reward model",
@@ -88,13 +89,22 @@ def _describe_training(lines: list[Record], config: Record, record: Record) -> s
         return f"{model}: no step of training is finished yet."
     trainer = (record.get("identity") or {}).get("trainer", "")
     how = f" {TRAINERS[trainer]}" if trainer in TRAINERS else ""
-    estimator = (config.get("adv") or {}).get("estimator")
-    if trainer == "PPOConfig" and estimator:
-        how += f" (adv.estimator={estimator})"
+    if trainer == "PPOConfig":
+        how = _describe_algorithm(config) or how
     num_steps = start.get("num_steps") or num_done
     steps = f"{num_done:,} of {num_steps:,}" if num_done < num_steps else f"{num_done:,}"
     noun = "step" if steps == "1" else "steps"
     return f"{model} was trained{how} for {steps} {noun}{lasting}."
+
+
+def _describe_algorithm(config: Record) -> str:
+    """Such as " with GRPO (algo=grpo)", or the estimator and the loss that no preset has."""
+    if name := preset_of(config):
+        return f" with {load_presets()[name].title} (algo={name})"
+    named = (("adv", "estimator"), ("actor", "loss"))
+    values = [(f"{name}.{key}", (config.get(name) or {}).get(key)) for name, key in named]
+    keys = ", ".join(f"{key}={value}" for key, value in values if value)
+    return f" with reinforcement learning ({keys})" if keys else ""
 
 
 def _model_of(config: Record) -> str:

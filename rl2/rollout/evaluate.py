@@ -112,14 +112,17 @@ def measure_samples(
     is the reward part that is 1 for a right answer; None is the sum of all parts.
     """
     outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
+    rewards: dict[int, list[float]] = defaultdict(list)
     votes: dict[int, list[str | None]] = defaultdict(list)
     extracted = answers or [None] * len(trajectories)
     for trajectory, answer in zip(trajectories, extracted, strict=True):
         if not trajectory.is_failed:
             outcomes[trajectory.group].append(float(is_right(trajectory, score)))
+            rewards[trajectory.group].append(trajectory.reward)
             votes[trajectory.group].append(answer)
     mean, error = clustered_mean(list(outcomes.values()))
     metrics = {f"avg@{num_samples}": mean, f"avg@{num_samples}_stderr": error}
+    metrics["reward/mean_stderr"] = clustered_mean(list(rewards.values()))[1]
     if num_samples > 1:
         for k in sorted({num_samples} | {2**i for i in range(num_samples.bit_length())}):
             metrics[f"pass@{k}"] = mean_pass_at_k(outcomes.values(), k)

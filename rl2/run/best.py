@@ -1,21 +1,24 @@
 """The best evaluation of a run so far: what trainer.save_best keeps and trainer.patience counts."""
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from rl2.config.conditions import plays_tests
 from rl2.config.schema import PPOConfig, source_name
 
 FALLING = ("loss", "perplexity")  # metrics of which less is better
+EVERY_SET = "*"  # in the place of the name of a test set: the mean over all of them
 
 
 @dataclass(frozen=True)
 class Best:
     """The best evaluation. It is in every checkpoint, so a resumed run decides as the whole one."""
 
-    metric: str  # as in metrics.jsonl, such as test/reward/mean
+    metric: str  # as in metrics.jsonl, such as test/reward/mean; test/*/loss is a mean over sets
     step: int = 0  # 0: none yet. The evaluation before training is no candidate
     value: float | None = None
     num_worse: int = 0  # evaluations since then
@@ -27,7 +30,7 @@ class Best:
         An equal or undefined value is not better. ValueError if the metric is not among those of
         the test rows.
         """
-        if self.metric not in metrics:
+        if not self._names(metrics):
             names = ", ".join(name.removeprefix("test/") for name in metrics)
             raise ValueError(
                 f"trainer.save_best={self.metric.removeprefix('test/')}: the test rows have no "
@@ -35,10 +38,22 @@ class Best:
             )
         if step <= self.last_step:
             return self
-        value = metrics[self.metric]
+        value = fmean(metrics[name] for name in self._names(metrics))
         if not math.isfinite(value) or not self._is_below(value):
             return replace(self, num_worse=self.num_worse + 1, last_step=step)
         return Best(self.metric, step, value, num_worse=0, last_step=step)
+
+    def standard_error(self, metrics: dict[str, float]) -> float:
+        """That of the value, for other prompts of the same kind; NaN if it is not known."""
+        errors = [metrics.get(f"{name}_stderr", math.nan) for name in self._names(metrics)]
+        return math.hypot(*errors) / len(errors)
+
+    def _names(self, metrics: Iterable[str]) -> list[str]:
+        """The metrics whose mean is the value."""
+        if EVERY_SET not in self.metric:
+            return [self.metric] if self.metric in metrics else []
+        pattern = re.escape(self.metric).replace(re.escape(EVERY_SET), r"\w+")
+        return [name for name in metrics if re.fullmatch(pattern, name)]
 
     def _is_below(self, value: float) -> bool:
         """Returns whether the best so far is worse than `value`."""
@@ -69,8 +84,8 @@ def best_metric(config: Any) -> str | None:
     for paths, score in _test_sets(config):
         names = list(map(source_name, paths))
         if chosen == "auto":
-            only_name = names[0] if len(names) == 1 else ""  # of several, check_best wants one
-            return f"test/{only_name}/{score}" if only_name else f"test/{score}"
+            name = names[0] if len(names) == 1 else EVERY_SET
+            return f"test/{name}/{score}" if name else f"test/{score}"
         if chosen in names:
             return f"test/{chosen}/{score}"
     return f"test/{chosen}"

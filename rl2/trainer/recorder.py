@@ -213,6 +213,15 @@ class Recorder:
             return
         self.earlier_best = folder.best
         folder.best = folder.best.judge(step, metrics)
+        before = self.earlier_best.value
+        if is_first_rank() and before is not None and folder.best_step == step:
+            error = folder.best.standard_error(metrics)
+            if abs(folder.best.value - before) < error:
+                print(
+                    f"step {step} is the best so far, but {self._describe_best()} differs from "
+                    f"{before:.4g} of step {self.earlier_best.step} by less than its standard "
+                    f"error, {error:.2g}: more test rows would say which is better"
+                )
         if folder.has_lost_patience and step < self.num_steps:
             self.num_steps = step
             if is_first_rank():
