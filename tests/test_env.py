@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import json
 import logging
 import pickle
 import subprocess
@@ -704,43 +703,3 @@ def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, ma
 
 def test_preflight_does_not_call_interact_for_single_turns():
     assert preflight(env_of(lambda messages: 0, lambda messages: 1 / 0), {"data.path": [ROW]}, 1)
-
-
-GOLD_REWARD = """
-def reward_fn(messages, answer):
-    found = messages[-1]["content"].rpartition("#### ")[2]
-    return float(found.isdigit() and found == answer)
-"""
-
-
-def test_preflight_names_rows_whose_right_answer_earns_nothing(tmp_path):
-    """In the form that the environment asks for; the others say that the form is right."""
-    env = load(tmp_path, GOLD_REWARD)
-    rows = [{"messages": "x", "answer": answer} for answer in ("1", "2", "3 apples", "4")]
-    [warning] = preflight(env, {"data.path": rows}, 1)
-    assert "in 1 of 4 rows" in warning and "3 apples" in warning
-    assert preflight(env, {"data.path": [rows[0], rows[1], rows[3]]}, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        ({}, None),
-        ({"solutions": json.dumps(["def add(a, b): return a - b"])}, "right answer"),
-        ({"test_cases": {"inputs": [[1, 2]], "outputs": [3]}}, "fn_name"),
-    ],
-)
-def test_preflight_tries_the_tests_and_the_solutions_of_programs(fault, problem):
-    """As they are in APPS: a reply without a program reads no tests."""
-    row = {
-        "messages": "Add.",
-        "test_cases": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
-        "solutions": json.dumps(["def add(a, b): return a + b"]),
-    }
-    env = load_env("coding")
-    if problem == "fn_name":
-        with pytest.raises(ValueError, match=problem):
-            preflight(env, {"data.path": [row | fault]}, 1)
-        return
-    warnings = preflight(env, {"data.path": [row | fault]}, 1)
-    assert len(warnings) == bool(problem) and all(problem in warning for warning in warnings)

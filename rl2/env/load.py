@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +19,10 @@ from rl2.env.contract import (
     required_columns,
 )
 from rl2.env.files import import_env_file
-from rl2.env.gold import find_unrewarded
 from rl2.env.processes import ProcessPool
 from rl2.env.spec import EnvSpec, read_spec
 
-TRIAL_REPLIES = ("", "The answer is 42.", "```python\npass\n```")  # a program reads the tests
+TRIAL_REPLIES = ("", "The answer is 42.")
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
 MAX_TRIAL_PLAYS = 4  # of a conversation that fails
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
@@ -111,9 +109,8 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
 
     The functions' parameters are compared with the columns of all rows; one row of each kind is
     enough. If they fit, the functions are called with a few rows of each data set, each
-    with an empty and two short replies, and with the right answer if the row has one. The calls of
-    a file run in processes, so that none can block this one. A conversation that fails is tried
-    again, as a run tolerates some failures.
+    with an empty and a short reply. The calls of a file run in processes, so that none can block
+    this one. A conversation that fails is tried again, as a run tolerates some failures.
     """
     warnings = []
     functions = env.spec.row_functions()
@@ -132,14 +129,10 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
         *_find_missing_columns(functions, row_sets),
     ]
     if not problems:
-        rows = [located for rows in row_sets.values() for located in _spread(rows)]
+        rows = [row for rows in row_sets.values() for row in _spread(rows)]
         trial = _Trial(env.in_processes(TRIAL_PROCESSES) if env.path else env, max_turns)
         try:
-            problems = asyncio.run(trial.run([row for _, row in rows]))
-            if not problems and _takes_one_reply(env.spec, max_turns):
-                asked = env.spec.parameters()
-                found = find_unrewarded(rows, asked, trial.reward)
-                trial.warnings += asyncio.run(found)
+            problems = asyncio.run(trial.run(rows))
         finally:
             if env.path:
                 trial.env.close()
@@ -149,18 +142,10 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     return warnings
 
 
-def _spread(rows: Rows) -> list[tuple[str, dict]]:
-    """Up to MAX_TRIAL_ROWS rows at equal distances, with their places."""
+def _spread(rows: Rows) -> list[dict]:
+    """Up to MAX_TRIAL_ROWS rows at equal distances, the first and the last among them."""
     count = min(len(rows), MAX_TRIAL_ROWS)
-    chosen = [i * (len(rows) - 1) // max(1, count - 1) for i in range(count)]
-    return [(rows.locate(i), rows[i]) for i in chosen]
-
-
-def _takes_one_reply(spec: EnvSpec, max_turns: int) -> bool:
-    """Whether one reply is a whole trajectory, which a reward judges by itself."""
-    has_turns = max_turns > 1 and spec.interact is not None
-    is_judged = bool(spec.reward_fns) and spec.group_reward_fn is None
-    return is_judged and not (has_turns or spec.agent or spec.object)
+    return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def _find_turn_problems(
@@ -210,7 +195,6 @@ class _Trial:
     warnings: list[str] = field(default_factory=list)
     num_right: int = 0  # conversations without a failure
     num_repaired: int = 0  # those among them that failed before
-    num_rewarded: int = 0  # replies
     is_late: bool = False  # a call is late whenever it is tried, so no further one is
 
     async def run(self, rows: list[dict]) -> list[str]:
@@ -220,10 +204,10 @@ class _Trial:
         failures = await asyncio.gather(
             *(self._try(slots, row, reply, i) for i, (row, reply) in enumerate(trials))
         )
-        replies_of: dict[str, list[str]] = {}  # failure -> the replies that had it
+        replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
         for failure, (_, reply) in zip(failures, trials, strict=True):
             if failure:
-                replies_of.setdefault(failure, []).append(reply)
+                replies_of.setdefault(failure, set()).add(reply)
         return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
 
     async def _try(self, slots: asyncio.Semaphore, row: dict, reply: str, number: int) -> str:
@@ -245,16 +229,6 @@ class _Trial:
                 if isinstance(failure, LateError) and (play or not self.num_right):
                     self.is_late = True
         return str(failure) if failure else ""
-
-    async def reward(self, row: dict, reply: str) -> float:
-        """The sum of the reward parts of a reply; -inf if the conversation fails or is late."""
-        self.num_rewarded += 1
-        try:
-            key = ("gold", self.num_rewarded)
-            parts = await play_reply(self.env, self.max_turns, row, reply, key)
-        except EnvError:
-            return -math.inf
-        return sum(parts.values())
 
     def _note_right(self, failure: EnvError | None) -> None:
         self.num_right += 1
@@ -292,8 +266,8 @@ async def play_reply(
     return parts
 
 
-def _describe_failure(failure: str, replies: list[str]) -> str:
+def _describe_failure(failure: str, replies: set[str]) -> str:
     """Returns the failure, with the reply of the assistant if other replies have another result."""
-    if len(set(replies)) == len(TRIAL_REPLIES):
+    if len(replies) == len(TRIAL_REPLIES):
         return failure
-    return f"with the reply {replies[0]!r}, {failure}"
+    return f"with the reply {replies.pop()!r}, {failure}"

@@ -29,9 +29,9 @@ CALLS = """
 import json
 import solution
 from __main__ import as_json
-for arguments, accepted in json.loads({cases!r}):
+for arguments, expected in json.loads({cases!r}):
     result = as_json(solution.{function}(*arguments))
-    assert result in accepted, (arguments, accepted[0])
+    assert result == expected, (arguments, expected)
 """
 
 
@@ -65,12 +65,10 @@ def extract(text: str) -> str | None:
 def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdict:
     """Returns whether the program passes the tests, which are one of these:
 
-    {"inputs": [...], "outputs": [...]}: what the program reads, and what it must print, each a text
-        or a list of lines. Spaces at the ends of lines, and empty lines at the end, do not count.
+    {"inputs": [...], "outputs": [...]}: what the program reads, and what it must print. Spaces at
+        the ends of lines, and empty lines at the end, do not count.
     {"fn_name": NAME, "inputs": [...], "outputs": [...]}: calls of a function, or of a method of
-        the class Solution. An input has an argument in JSON on each line, and the output is JSON;
-        or, as in APPS, an input is the list of the arguments, and the output is the result or a
-        list with the result alone.
+        the class Solution. An input has an argument in JSON on each line, an output is JSON.
     The text of Python tests, or a list of such texts: asserts, or what pytest or unittest would
         find. Without any of these, what follows `if __name__ == "__main__":` runs.
 
@@ -102,44 +100,20 @@ def _judge(program: str, test_cases: Any, limits: Limits | None) -> Verdict:
         raise ValueError(f"test_cases: {len(inputs)} inputs, {len(outputs)} outputs")
     if not test_cases.get("fn_name"):
         return _run_on_inputs(program, inputs, outputs, limits)
-    cases = list(map(_read_call, inputs, outputs))
+    cases = [
+        [[json.loads(line) for line in text.split("\n") if line.strip()], json.loads(output)]
+        for text, output in zip(inputs, outputs, strict=True)
+    ]
     function = test_cases["fn_name"]
     if "class Solution" in program:
         function = f"Solution().{function}"
     return _run_tests(program, CALLS.format(cases=json.dumps(cases), function=function), limits)
 
 
-def _read_call(arguments: Any, output: Any) -> tuple[list, list]:
-    """(arguments of a call, results that are right). ValueError for neither form of `judge`."""
-    if isinstance(arguments, str) and isinstance(output, str):
-        lines = [line for line in arguments.split("\n") if line.strip()]
-        return [json.loads(line) for line in lines], [json.loads(output)]
-    if not isinstance(arguments, list):
-        raise ValueError(
-            f"test_cases: the input {arguments!r} of a function: expected a list of its arguments, "
-            "or a text with an argument in JSON on each line and the output in JSON"
-        )
-    is_wrapped = isinstance(output, list) and len(output) == 1
-    return arguments, [output, *output] if is_wrapped else [output]
-
-
-def _as_text(lines: Any) -> str:
-    """What a program reads or prints. ValueError unless it is a text or a list of lines."""
-    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
-        return "\n".join(lines)
-    if not isinstance(lines, str):
-        raise ValueError(
-            f"test_cases: {lines!r} is no text that a program could read or print; calls of a "
-            "function need fn_name"
-        )
-    return lines
-
-
 def _run_on_inputs(
-    program: str, inputs: list[Any], outputs: list[Any], limits: Limits | None
+    program: str, inputs: list[str], outputs: list[str], limits: Limits | None
 ) -> Verdict:
-    cases = list(zip(map(_as_text, inputs), map(_as_text, outputs), strict=True))
-    for i, (text, output) in enumerate(cases):
+    for i, (text, output) in enumerate(zip(inputs, outputs, strict=True)):
         [result] = run(Program(program, text.encode()), limits=limits)
         _check_time(result)
         if result.status != "succeeded":
