@@ -2,8 +2,9 @@ r"""Programs in Python that must pass tests. They run in sandboxes; docs/rewards
 
 Row: {"messages": [...], "test_cases": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}. The program
 reads an input and prints the output. With "fn_name": "add" beside them, an input has the arguments
-of that function in JSON, one a line, and an output has the result. `test_cases` may also be Python
-tests, such as "assert add(1, 2) == 3", in a text or a list of texts.
+of that function in JSON, one a line, and an output has the result; or both are as in APPS and TACO,
+whose rows need data.columns.question=prompt data.columns.input_output=test_cases. `test_cases` may
+also be Python tests, such as "assert add(1, 2) == 3", in a text or a list of texts.
 
 The prompt should ask for it, for instance: "Write the whole program into one ```python block."
 

@@ -1,6 +1,7 @@
 r"""Countdown: make a target from given numbers with + - * / and parentheses.
 
-Row: {"messages": [...], "answer": 24, "numbers": [1, 2, 3, 4]}. The answer is the target.
+Row: {"messages": [...], "answer": 24, "numbers": [1, 2, 3, 4]}. The answer is the target,
+which alone earns nothing; the start warns of it.
 
 The prompt should say that the expression goes into <answer></answer>, and that each number must be
 used exactly once. One step on a CPU, with a small model in the folder MODEL:

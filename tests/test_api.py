@@ -232,9 +232,8 @@ class CtrlC:
     def __init__(self, times):
         self.times = times
 
-    def __call__(self, messages, answer):
-        reply = messages[-1]["content"]
-        if reply not in ("", "The answer is 42."):  # which are those of the trial
+    def __call__(self, messages, answer, completion_ids):
+        if completion_ids:  # no reply of the trial
             times, self.times = self.times, 0
             for number in range(times):
                 time.sleep(1.2 * number)  # a signal that comes sooner is the same request

@@ -75,6 +75,60 @@ def test_calls_of_a_function_with_arguments_in_json():
     assert not judge("def pair(x, y): return [y, x]", cases).is_right
 
 
+# `input_output` of APPS and TACO: arguments as a list, outputs as values or lists of one value.
+APPS_CASES = {
+    "values": ({"inputs": [[2, 3], [5, -5]], "outputs": [5, 0]}, "return a + b"),
+    "lists of one": ({"inputs": [[2, 3], [5, -5]], "outputs": [[5], [0]]}, "return a + b"),
+    "lists": (
+        {"inputs": [[1, 2], ["x", None]], "outputs": [[[1, 2]], [["x", None]]]},
+        "return a, b",
+    ),
+    "plain lists": ({"inputs": [[1, 2], [3, 4]], "outputs": [[1], [3]]}, "return [a]"),
+    "nested tuples": ({"inputs": [[1, 2]], "outputs": [[[[1, 2]]]]}, "return [(a, b)]"),
+    "texts": ({"inputs": [["1", "[2"]], "outputs": ["1[2"]}, "return a + b"),
+    "objects": ({"inputs": [[{"1": 5}, 1]], "outputs": [[5]]}, "return a[b]"),
+    "no argument": ({"inputs": [[]], "outputs": [[None]]}, "pass"),
+}
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("name", APPS_CASES)
+def test_calls_of_a_function_with_lists_of_arguments(name, is_text):
+    cases, body = APPS_CASES[name]
+    cases = {"fn_name": "f", **cases}
+    cases = "\n" + json.dumps(cases) if is_text else cases
+    program = f"def f(a=0, b=0): {body}"
+    assert judge(program, cases) == (True, "")
+    assert judge(f"class Solution:\n    {program.replace('(', '(self, ', 1)}", cases) == (True, "")
+    assert not judge("def f(a=0, b=0): return [[a], b, 7]", cases).is_right
+
+
+def test_lines_that_are_read_and_printed_may_be_lists():
+    cases = {"fn_name": "", "inputs": [["1 2", "x"], "3 4"], "outputs": [["3"], "7\n"]}
+    assert judge(SUM, cases) == (True, "")
+    assert not judge(SUM.replace("+", "-"), cases).is_right
+
+
+@pytest.mark.parametrize(
+    "cases, message",
+    [
+        ("", "the tests run nothing"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "expected inputs .*got 1"),
+        ({"fn_name": "f", "inputs": ["[1"], "outputs": ["1"]}, "inputs.*JSON.*got '\\[1'"),
+        ({"fn_name": "f", "inputs": ["1"], "outputs": [[1]]}, "outputs.*JSON.*got \\[1\\]"),
+        ({"inputs": [{"a": 1}], "outputs": ["1"]}, "expected inputs .*got {'a': 1}"),
+        ({"inputs": ["1"], "outputs": [1]}, "expected outputs .*got 1"),
+        ({"inputs": [], "outputs": []}, "0 inputs"),
+        ({"input": ["1"], "output": ["1"]}, "inputs.*outputs.*got input, output"),
+        ([1], "expected .*got 1"),
+        (None, "expected .*got None"),
+    ],
+)
+def test_test_cases_of_no_known_form_are_refused_in_words(cases, message):
+    with pytest.raises(ValueError, match=message):
+        judge("def f(x): return x", cases)
+
+
 def test_results_of_calls_that_json_does_not_have():
     program = """
         import numpy as np

@@ -439,7 +439,7 @@ def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp
 
 
 def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
-    env = env_of(lambda messages, answer: 0, lambda messages: [])
+    env = env_of(lambda messages, answer: messages[-1]["content"] == "2", lambda messages: [])
     assert preflight(env, {"data.path": [ROW, ROW]}, 2) == []
     [warning] = preflight(env, {"data.path": [ROW], "data.test_path": [ROW]}, 1)
     assert "interact()" in warning
@@ -449,12 +449,12 @@ def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
 
 def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
     """A column of other types in the middle, or in the test data, is seen before training."""
-    env = env_of(lambda messages, answer: float(answer))
+    env = env_of(lambda messages, answer: messages[-1]["content"] == str(int(answer)))
     rows = [{**ROW, "answer": i} for i in range(8)]
     assert preflight(env, {"data.path": rows, "data.test_path": rows}, 1) == []
     rows[4] = {**ROW, "answer": "four"}
     for row_sets in ({"data.path": rows}, {"data.path": [ROW], "data.test_path": rows}):
-        with pytest.raises(ValueError, match="could not convert string to float: 'four'"):
+        with pytest.raises(ValueError, match="invalid literal for int.*: 'four'"):
             preflight(env, row_sets, 1)
     many = [{**ROW, "answer": i} for i in range(1000)]
     seen = set()

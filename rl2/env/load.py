@@ -19,13 +19,16 @@ from rl2.env.contract import (
     required_columns,
 )
 from rl2.env.files import import_env_file
+from rl2.env.gold import FORMS, PROGRAM, WRONG, gold_answers
 from rl2.env.processes import ProcessPool
 from rl2.env.spec import EnvSpec, read_spec
 
-TRIAL_REPLIES = ("", "The answer is 42.")
+TRIAL_REPLIES = ("", "The answer is 42.", PROGRAM.replace("{}", "pass"))
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
 MAX_TRIAL_PLAYS = 4  # of a conversation that fails
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
+MAX_GOLD_ROWS = 4  # of them: a right program passes all its tests, which takes long
+MAX_GOLDS = 3  # answers of a row: some of several programs may be wrong
 
 MAX_TRIAL_TOKENS = 100
 TRIAL_INPUTS = {
@@ -36,6 +39,7 @@ TRIAL_INPUTS = {
 }
 
 Functions = Mapping[str, Callable]  # by the name that each has in an env file
+LocatedRow = tuple[str, dict]  # its file and number, the row
 RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.test_path
 
 
@@ -108,9 +112,10 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     `is_partial` is rollout.partial.
 
     The functions' parameters are compared with the columns of all rows; one row of each kind is
-    enough. If they fit, the functions are called with a few rows of each data set, each
-    with an empty and a short reply. The calls of a file run in processes, so that none can block
-    this one. A conversation that fails is tried again, as a run tolerates some failures.
+    enough. If they fit, the functions are called with a few rows of each data set, each with an
+    empty reply, a short one and a program; then with the gold answers of rows that have some. The
+    calls of a file run in processes, so that none can block this one. A conversation that fails is
+    tried again, as a run tolerates some failures.
     """
     warnings = []
     functions = env.spec.row_functions()
@@ -129,23 +134,26 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
         *_find_missing_columns(functions, row_sets),
     ]
     if not problems:
-        rows = [row for rows in row_sets.values() for row in _spread(rows)]
+        sets = [
+            [(rows.locate(i), rows[i]) for i in _spread(len(rows), MAX_TRIAL_ROWS)]
+            for rows in row_sets.values()
+        ]
         trial = _Trial(env.in_processes(TRIAL_PROCESSES) if env.path else env, max_turns)
         try:
-            problems = asyncio.run(trial.run(rows))
+            problems = asyncio.run(trial.run(sets))
         finally:
             if env.path:
                 trial.env.close()
-        warnings += trial.warnings
+        warnings += filter(None, [trial.repaired, *trial.warnings])
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
 
 
-def _spread(rows: Rows) -> list[dict]:
-    """Up to MAX_TRIAL_ROWS rows at equal distances, the first and the last among them."""
-    count = min(len(rows), MAX_TRIAL_ROWS)
-    return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+def _spread(count: int, limit: int) -> list[int]:
+    """Up to `limit` indices of `count` at equal distances, the first and the last among them."""
+    number = min(count, limit)
+    return [i * (count - 1) // max(1, number - 1) for i in range(number)]
 
 
 def _find_turn_problems(
@@ -193,51 +201,88 @@ class _Trial:
     env: Env
     max_turns: int
     warnings: list[str] = field(default_factory=list)
+    failures: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
+    """failure -> (the first row that had it, the replies)"""
+    num_tried: int = 0  # conversations
     num_right: int = 0  # conversations without a failure
     num_repaired: int = 0  # those among them that failed before
+    repaired: str = ""  # a warning of them
     is_late: bool = False  # a call is late whenever it is tried, so no further one is
 
-    async def run(self, rows: list[dict]) -> list[str]:
-        """Returns the failures on each row with each trial reply, tried side by side."""
-        trials = list(itertools.product(rows, TRIAL_REPLIES))
-        slots = asyncio.Semaphore(TRIAL_PROCESSES if self.env.path else len(trials))
-        failures = await asyncio.gather(
-            *(self._try(slots, row, reply, i) for i, (row, reply) in enumerate(trials))
-        )
-        replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
-        for failure, (_, reply) in zip(failures, trials, strict=True):
-            if failure:
-                replies_of.setdefault(failure, set()).add(reply)
-        return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
+    async def run(self, sets: list[list[LocatedRow]]) -> list[str]:
+        """Returns the failures on the rows of data sets, and warns of their gold answers."""
+        self.slots = asyncio.Semaphore(TRIAL_PROCESSES if self.env.path else MAX_TRIAL_ROWS)
+        trials = [(*row, reply) for rows in sets for row in rows for reply in TRIAL_REPLIES]
+        await asyncio.gather(*(self._try(*trial) for trial in trials))
+        if not self.failures and self.env.spec.reward_functions():
+            for rows in sets:
+                await self._try_golds(rows)
+        return [_describe_failure(failure, *places) for failure, places in self.failures.items()]
 
-    async def _try(self, slots: asyncio.Semaphore, row: dict, reply: str, number: int) -> str:
-        """Returns the failure that a conversation of one reply has whenever it is tried, or ""."""
+    async def _try_golds(self, rows: list[LocatedRow]) -> None:
+        """Warns if the gold answer of a row earns no more than a wrong one in all forms."""
+        functions = self.env.spec.row_functions().values()
+        asked = {column for function in functions for column in required_columns(function)}
+        answers = [(*row, golds) for row in rows if (golds := gold_answers(row[1], asked))]
+        answers = [answers[i] for i in _spread(len(answers), MAX_GOLD_ROWS)]
+        earns = await asyncio.gather(*(self._earns_more(*answer) for answer in answers))
+        lacking = [answer for answer, more in zip(answers, earns, strict=True) if not more]
+        has_turns = self.env.has_object or self.env.spec.agent or self.max_turns > 1
+        if self.failures or not lacking or (has_turns and len(lacking) == len(answers)):
+            return
+        location, _, golds = lacking[0]
+        self.warnings.append(
+            f"the gold answer earns no more than a wrong one in {len(lacking)} of {len(answers)} "
+            f"rows that were tried, the first at {location}: {golds[0]!r:.60}. See that it is "
+            "right and that reward_fn reads it, unless a reply needs more than the answer "
+            "(`rl2 env` tries more replies, and those of --form)"
+        )
+
+    async def _earns_more(self, location: str, row: dict, golds: list[str]) -> bool:
+        """Whether a gold answer of the row earns more than a wrong one in the same form."""
+        for gold, form in itertools.product(golds[:MAX_GOLDS], [*FORMS, PROGRAM]):
+            right = await self._try(location, row, form.replace("{}", gold))
+            wrong = await self._try(location, row, form.replace("{}", WRONG))
+            if sum(right.values()) > sum(wrong.values()):
+                return True
+        return False
+
+    async def _try(self, location: str, row: dict, reply: str) -> dict[str, float]:
+        """Returns the reward parts of a conversation of one reply.
+
+        There are none where it fails whenever it is tried, which is noted.
+        """
         failure: EnvError | None = None
-        async with slots:
+        self.num_tried += 1
+        number = self.num_tried
+        async with self.slots:
             for play in range(MAX_TRIAL_PLAYS):
                 if self.is_late:
                     break
                 key = ("trial", number, play)
                 try:
-                    await play_reply(self.env, self.max_turns, row, reply, key)
+                    parts = await play_reply(self.env, self.max_turns, row, reply, key)
                 except EnvError as error:
                     failure = error
                 else:
                     self._note_right(failure)
-                    return ""
+                    return parts
                 # A late call takes long. If none was in time, it is not by chance.
                 if isinstance(failure, LateError) and (play or not self.num_right):
                     self.is_late = True
-        return str(failure) if failure else ""
+        if failure:
+            _, replies = self.failures.setdefault(str(failure), (location, set()))
+            replies.add(reply)
+        return {}
 
     def _note_right(self, failure: EnvError | None) -> None:
         self.num_right += 1
         if failure is not None:
             self.num_repaired += 1
-            self.warnings = [
+            self.repaired = (
                 f"{self.num_repaired} conversations of the env file's trial failed, and worked "
                 f"when tried again. In a run a failure costs its trajectory. The last: {failure}"
-            ]
+            )
 
 
 async def play_reply(
@@ -266,8 +311,8 @@ async def play_reply(
     return parts
 
 
-def _describe_failure(failure: str, replies: set[str]) -> str:
+def _describe_failure(failure: str, location: str, replies: set[str]) -> str:
     """Returns the failure, with the reply of the assistant if other replies have another result."""
-    if len(replies) == len(TRIAL_REPLIES):
-        return failure
-    return f"with the reply {replies.pop()!r}, {failure}"
+    if replies >= {*TRIAL_REPLIES}:
+        return f"{location}: {failure}"
+    return f"{location}: with the reply {min(replies)!r}, {failure}"

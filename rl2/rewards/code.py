@@ -26,12 +26,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STATEMENTS = (ast.Assert, ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Match)
 PROGRAM_ENDED = "the program has ended"  # what the tests write then
 CALLS = """
-import json
+from math import inf, nan
 import solution
 from __main__ import as_json
-for arguments, expected in json.loads({cases!r}):
+for arguments, accepted in {cases!r}:
     result = as_json(solution.{function}(*arguments))
-    assert result == expected, (arguments, expected)
+    assert any(result == expected for expected in accepted), (arguments, accepted)
 """
 
 
@@ -66,9 +66,11 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
     """Returns whether the program passes the tests, which are one of these:
 
     {"inputs": [...], "outputs": [...]}: what the program reads, and what it must print. Spaces at
-        the ends of lines, and empty lines at the end, do not count.
+        the ends of lines, and empty lines at the end, do not count. Each may be a list of lines.
     {"fn_name": NAME, "inputs": [...], "outputs": [...]}: calls of a function, or of a method of
-        the class Solution. An input has an argument in JSON on each line, an output is JSON.
+        the class Solution. An input has an argument in JSON on each line, an output is JSON. Or,
+        as in APPS, an input is a list of arguments, an output a value or a list of that value;
+        objects whose keys are whole numbers have numbers as keys.
     The text of Python tests, or a list of such texts: asserts, or what pytest or unittest would
         find. Without any of these, what follows `if __name__ == "__main__":` runs.
 
@@ -89,25 +91,68 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
 
 
 def _judge(program: str, test_cases: Any, limits: Limits | None) -> Verdict:
-    if isinstance(test_cases, str) and test_cases.startswith(("{", "[")):
+    if isinstance(test_cases, str) and test_cases.lstrip().startswith(("{", "[")):
         test_cases = json.loads(test_cases)
     if isinstance(test_cases, list):
-        test_cases = "\n".join(test_cases)
+        test_cases = _join_texts(test_cases, "a text of Python tests")
     if isinstance(test_cases, str):
         return _run_tests(program, test_cases, limits)
+    if not isinstance(test_cases, dict):
+        raise _unexpected("a text of Python tests, or inputs and outputs", test_cases)
+    if not {"inputs", "outputs"} <= test_cases.keys():
+        raise ValueError(f"test_cases: expected inputs and outputs, got {', '.join(test_cases)}")
     inputs, outputs = test_cases["inputs"], test_cases["outputs"]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"test_cases: {len(inputs)} inputs, {len(outputs)} outputs")
-    if not test_cases.get("fn_name"):
+    function = test_cases.get("fn_name")
+    if not function:
+        inputs = [_join_texts(text, "inputs of text") for text in inputs]
+        outputs = [_join_texts(text, "outputs of text") for text in outputs]
         return _run_on_inputs(program, inputs, outputs, limits)
-    cases = [
-        [[json.loads(line) for line in text.split("\n") if line.strip()], json.loads(output)]
-        for text, output in zip(inputs, outputs, strict=True)
-    ]
-    function = test_cases["fn_name"]
+    cases = [_read_call(*call) for call in zip(inputs, outputs, strict=True)]
     if "class Solution" in program:
         function = f"Solution().{function}"
-    return _run_tests(program, CALLS.format(cases=json.dumps(cases), function=function), limits)
+    return _run_tests(program, CALLS.format(cases=cases, function=function), limits)
+
+
+def _read_call(given: Any, output: Any) -> tuple[list, list]:
+    """The arguments of a call, and the values of which it must return one."""
+    if isinstance(given, list):
+        accepted = [output]
+        if isinstance(output, list) and len(output) == 1:
+            accepted += output
+        return [_with_number_keys(argument) for argument in given], accepted
+    if not isinstance(given, str):
+        raise _unexpected("inputs that are lists of arguments, or their JSON in lines", given)
+    arguments = [_parse("inputs", line) for line in given.split("\n") if line.strip()]
+    return arguments, [_parse("outputs", output)]
+
+
+def _with_number_keys(argument: Any) -> Any:
+    """An argument as it was before JSON, which has no other keys than texts."""
+    try:
+        return {int(key): value for key, value in argument.items()}
+    except (AttributeError, ValueError):
+        return argument
+
+
+def _parse(name: str, text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        raise _unexpected(f"{name} in JSON, as there is fn_name", text) from None
+
+
+def _join_texts(texts: Any, expected: str) -> str:
+    """A text, or the texts of a list in lines. ValueError for anything else."""
+    for text in texts if isinstance(texts, list) else [texts]:
+        if not isinstance(text, str):
+            raise _unexpected(expected, text)
+    return "\n".join(texts) if isinstance(texts, list) else texts
+
+
+def _unexpected(expected: str, value: Any) -> ValueError:
+    return ValueError(f"test_cases: expected {expected}, got {value!r:.100}")
 
 
 def _run_on_inputs(

@@ -30,6 +30,8 @@ from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
 from rl2.env.call import Env
 from rl2.env.contract import EnvError
+from rl2.env.gold import FORMS, gold_answers
+from rl2.env.gold import WRONG as WRONG_ANSWER
 from rl2.env.load import load_env, play_reply
 from rl2.tools.attack import attack
 from rl2.tools.options import env_parser
@@ -39,15 +41,7 @@ from rl2.user_files import find_env_file
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
 OPTIONAL = ("actor.model_name",)
-FORMS = [
-    "{}",
-    "Answer: {}",
-    "<answer>{}</answer>",
-    r"\boxed{{}}",
-    "#### {}",
-    "<think>\nIt is simple.\n</think>\n<answer>{}</answer>",
-]
-FIRST_WRONG, LAST_WRONG = "27182818", "31415926"
+FIRST_WRONG = "27182818"
 GOLD, WRONG, SEVERAL = "gold answer", "wrong answer", "several answers"
 NEAR, PART, NAME, NO_NUMBER = "near miss", "part of the gold", "name of a column", "not a number"
 EMPTY, PATTERN, JUDGE = "empty", "pattern", "asks the judge"
@@ -134,7 +128,7 @@ class Trial(NamedTuple):
 
 def make_cases(rows: list[dict], forms: list[str]) -> Iterator[Case]:
     """Yields the replies to each row. Those with the gold answer need a column `answer`."""
-    golds = [gold_answers(row) for row in rows]
+    golds = [gold_answers(row, ["answer"]) for row in rows]
     others = [answers[0] for answers in golds if answers]
     for i, row in enumerate(rows):
         prompt = row["messages"]
@@ -153,7 +147,7 @@ def make_answers(
     row: int, form: str, golds: list[str], wrong: dict[str, list[str]]
 ) -> Iterator[Case]:
     """Yields the replies to a row in one form: the gold answer, wrong ones by kind, and several."""
-    answers = [FIRST_WRONG, golds[0], LAST_WRONG]
+    answers = [FIRST_WRONG, golds[0], WRONG_ANSWER]
     first, gold, last = (form.replace("{}", answer) for answer in answers)
     yield Case(GOLD, row, gold)
     yield Case(WRONG, row, last)
@@ -164,14 +158,6 @@ def make_answers(
         for answer in texts:
             if answer.casefold() not in right:
                 yield Case(kind, row, form.replace("{}", answer))
-
-
-def gold_answers(row: dict) -> list[str]:
-    """Returns the right answers of a row, as texts; none without the column `answer`."""
-    gold = row.get("answer", "")
-    golds = gold if isinstance(gold, list) else [gold]
-    texts = [str(each).rpartition("####")[2].strip() for each in golds]
-    return [text for text in texts if text]
 
 
 def near_misses(gold: str, others: list[str]) -> dict[str, list[str]]:
