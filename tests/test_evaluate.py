@@ -128,6 +128,15 @@ def test_metrics_of_several_answers():
     assert measure_samples([parts], 1)["avg@1"] == 1  # their sum is 0.9999999999999999
 
 
+def test_an_answer_is_right_by_the_whole_reward_unless_a_part_is_named():
+    """By parts that sum to 1 before weights, a good form alone would be right."""
+    form, both = end({"right": 0.0, "form": 1.0}), end({"right": 1.0, "form": 1.0}, group=1)
+    for trajectory in (form, both):
+        trajectory.weights = {"right": 0.9, "form": 0.1}
+    assert measure_samples([form, both], 1)["avg@1"] == 0.5
+    assert measure_samples([form, both], 1, score="form")["avg@1"] == 1
+
+
 @pytest.fixture
 def process_group():
     init_distributed()

@@ -151,6 +151,28 @@ def test_other_trainers_and_named_test_sets(tmp_path, capsys, monkeypatch):
     assert (rm["trainer"], rm["model"], rm["value"]) == ("rm", "/models/base", 0.5)
 
 
+def test_what_the_user_calls_success_is_listed(tmp_path, capsys, monkeypatch):
+    lines = [{"step": 1, "reward/mean": 1.5, "reward/right": 0.5, "test/reward/mean": 1.25}]
+    lines[0] |= {"test/avg@4": 0.25, "test/avg@4_stderr": 0.1, "test/pass@4": 1.0}
+    sets = [{"step": 1, "reward/mean": 1.5, "test/a/reward/mean": 1.25, "test/a/avg@1": 0.125}]
+    for name, score in (("score", "right"), ("old", None)):
+        config = {**PPO, "rollout": {"score": score}}
+        write_run(tmp_path / name, config=config, lines=lines)
+        write_run(tmp_path / f"sets_{name}", config=config, lines=sets)
+    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    found = {os.path.basename(name): run for name, run in runs.items()}
+    results = {name: (run["metric"], run["value"], run["held_out"]) for name, run in found.items()}
+    assert results == {
+        "score": ("reward/right", 0.5, {"": 0.25}),
+        "old": ("reward/mean", 1.5, {"": 1.25}),
+        "sets_score": ("reward/mean", 1.5, {"a": 0.125}),
+        "sets_old": ("reward/mean", 1.5, {"a": 1.25}),
+    }
+    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path / "score")])
+    ls.main()
+    assert "right 0.5 " in capsys.readouterr().out
+
+
 def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "whole", model_step=3, is_complete=True)
     torn = write_run(tmp_path / "torn")

@@ -12,7 +12,7 @@ from rl2.tools import recipes
 from rl2.tools.recipes import Evaluation, compare
 
 
-def write_run(folder, scores, seed=0, split="test", step=4):
+def write_run(folder, scores, seed=0, split="test", step=4, score=None):
     """An evaluation with one answer to each question."""
     records = [
         {
@@ -29,7 +29,8 @@ def write_run(folder, scores, seed=0, split="test", step=4):
     path = folder / f"rollouts/{split}/step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, records)
-    (folder / "config.yaml").write_text(json.dumps({"trainer": {"seed": seed}}))
+    config = {"trainer": {"seed": seed}, "rollout": {"score": score}}
+    (folder / "config.yaml").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -66,6 +67,19 @@ def test_equal_recipes_are_not_told_apart(tmp_path, capsys, monkeypatch):
     runs = [write_run(tmp_path / name, [0, 1, 0, 1, 1]) for name in ("a", "b")]
     output, _ = run_command(capsys, monkeypatch, runs[0], "--", runs[1])
     assert "+0.0000" in output and "better" not in output and "one run" in output
+
+
+def test_the_score_is_that_of_the_runs_unless_it_is_named(tmp_path, capsys, monkeypatch):
+    right = write_run(tmp_path / "right", [0, 1], score="right")
+    form = write_run(tmp_path / "form", [1, 1], score="form")
+    means = {("right", right): "0.5000", ("form", form): "1.0000"}
+    for (_, run), mean in means.items():
+        output, status = run_command(capsys, monkeypatch, run, "--", run)
+        assert status == 0 and f"first   {mean}" in output
+    output, status = run_command(capsys, monkeypatch, right, "--", form)
+    assert status == 2 and "--score" in output
+    output, status = run_command(capsys, monkeypatch, "--score", "right", right, "--", form)
+    assert status == 0 and "+0.5000" in output
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):

@@ -25,12 +25,13 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.report import answers, loggers, page, saved, summary
 from rl2.report.answers import SharedStart
 from rl2.report.console import Console, describe_start
-from rl2.report.health import Health, find_problems, learns_from_groups_alone, reward_metric
+from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
 from rl2.report.summary import describe_seconds, summarize
 from rl2.report.token_texts import SavedTokens, split_text
 from rl2.run.records import MetricsFile
+from rl2.run.success import reward_metric
 from rl2.tools import report as report_command
 
 # A healthy step of GRPO.
@@ -148,6 +149,7 @@ def test_the_line_of_a_step(capsys, case):
     config = make_config(PPOConfig if is_ppo else SFTConfig)
     if "estimator" in case:
         config.adv.estimator = case["estimator"]
+    config.rollout.score = case.get("score")
     times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
     metrics = (STEP if is_ppo else times) | case.get("metrics", {})
     [line] = console_lines(capsys, [metrics], config)
@@ -769,6 +771,29 @@ def test_the_first_and_the_last_evaluation_are_compared(tmp_path):
     assert first["row"] == {"answer": "42"}
 
 
+def test_the_comparison_is_of_what_the_user_calls_success(tmp_path):
+    """A part that every answer earns in the end hides that one of three got right."""
+    before, after = (
+        evaluation({0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0}),
+        evaluation(dict.fromkeys(range(4))),
+    )
+    for record in before + after:
+        record["rewards"] = {"right": float(record["group"] == 1), "form": 0.0}
+    for record in after:
+        record["rewards"] |= {"form": 1.0}
+        record["reward"] = sum(record["rewards"].values())
+    before[1]["rewards"]["right"] = 0.0
+    after[3]["finish_reason"] = "failed"  # says nothing of the policy
+    folder = write_run(tmp_path / "a", 2, {"test/step_0": before, "test/step_2": after})
+    [compared] = report(folder)[0]["rollouts"]["comparisons"]
+    assert compared["score"] is None
+    assert compared["counts"] == {"better": 2, "worse": 0, "same": 1}
+    (folder / "config.yaml").write_text("rollout: {score: right}")
+    [compared] = report(folder)[0]["rollouts"]["comparisons"]
+    assert compared["counts"] == {"better": 1, "worse": 0, "same": 2}
+    assert (compared["score"], compared["means"]) == ("right", [0.0, pytest.approx(1 / 3, 1e-4)])
+
+
 def test_a_long_comparison_is_a_sample_with_the_counts_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "MAX_QUESTIONS", 3)
     before = evaluation(dict.fromkeys(range(40), 0.0))
@@ -857,6 +882,15 @@ def test_a_run_that_stopped_has_one_step_or_no_test_set_is_told_as_it_is(
     text = " ".join(told["sentences"])
     assert all(word in text for word in words), text
     assert len(told["headlines"]) == headlines
+
+
+def test_the_summary_is_of_what_the_user_calls_success():
+    lines = [{"step": 0, **EVALUATED}, *trained(1.0, 1.5, **{"reward/right": 0.125})]
+    lines[-1] |= EVALUATED | {"test/avg@4": 0.0}
+    told = summary_of(lines, config={"rollout": {"score": "right"}})
+    assert list(told["headlines"]) == ["reward/right", "test/avg@4"]
+    assert "mean reward" not in " ".join(told["sentences"])
+    assert "0.125 at step 1" in told["sentences"][1] and "to 0 ±" in told["sentences"][2]
 
 
 @pytest.mark.parametrize(

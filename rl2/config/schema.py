@@ -706,8 +706,8 @@ class PlayConfig:
     )
     score: str | None = key(
         None,
-        "the reward part that is success, 1 or 0; for avg@N, pass@k and maj@N, in PPO also for "
-        "filter, drop_solved and curriculum; by default the whole reward",
+        "the reward part that is success, 1 or 0; for evaluations, save_best, the console and "
+        "reports, in PPO also for filter, drop_solved and curriculum; by default the whole reward",
     )
     max_running: PositiveInt | None = key(
         None,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rl2.report.saved import Record, cut_messages, read_lines, spread, to_json
 from rl2.report.token_texts import SavedTokens
+from rl2.run.success import score_of
 
 MAX_ANSWERS = 16  # of a group: different ones
 MAX_QUESTIONS = 40  # that an evaluation answered better than another one; as many worse and same
@@ -119,17 +120,18 @@ def describe_answers(
     return answers
 
 
-def compare_evaluations(first: Path, last: Path, num_bytes: int) -> Record:
-    """Returns how the answers to the same questions changed between two files of transcripts.
+def compare_evaluations(first: Path, last: Path, part: str | None, num_bytes: int) -> Record:
+    """Returns how the scores of the same questions changed between two files of transcripts.
 
-    It has the counts of all questions, and of those that were answered better, worse and the same a
-    sample each, in at most `num_bytes`.
+    `part` is rollout.score. The result has the counts of all questions, their mean scores, and of
+    those that were answered better, worse and the same a sample each, in at most `num_bytes`.
     """
     before, after = read_questions(first), read_questions(last)
-    common = [question for question in before if question in after]
+    old, new = (score_questions(questions, part) for questions in (before, after))
+    common = [question for question in old if question in new]
     changes: dict[str, list[str]] = {"better": [], "worse": [], "same": []}
     for question in common:
-        changes[_describe_change(before[question], after[question])].append(question)
+        changes[_describe_change(old[question], new[question])].append(question)
     sample: dict[str, str] = {}
     for change, questions in changes.items():
         sample |= dict.fromkeys(spread(questions, MAX_QUESTIONS), change)
@@ -153,7 +155,17 @@ def compare_evaluations(first: Path, last: Path, num_bytes: int) -> Record:
             shown.pop()
             break
     counts = {change: len(questions) for change, questions in changes.items()}
-    return {"shared": shared.to_page(), "counts": counts, "questions": shown}
+    means = []
+    for scores in (old, new):
+        total = sum(scores[question] for question in common)
+        means.append(total / len(common) if common else math.nan)
+    return {
+        "score": part,
+        "means": means,
+        "shared": shared.to_page(),
+        "counts": counts,
+        "questions": shown,
+    }
 
 
 def read_questions(path: Path) -> dict[str, list[Record]]:
@@ -165,9 +177,25 @@ def read_questions(path: Path) -> dict[str, list[Record]]:
     return questions
 
 
-def _describe_change(before: list[Record], after: list[Record]) -> str:
-    """Returns whether the mean reward of the answers became better, worse or stayed the same."""
-    old, new = (sum(map(reward_of, records)) / len(records) for records in (before, after))
+def score_questions(questions: dict[str, list[Record]], part: str | None) -> dict[str, float]:
+    """Returns the mean score of the answers to each question. `part` is rollout.score.
+
+    Answers on which the environment failed do not count, nor do questions that have no other.
+    """
+    scores = {}
+    for question, records in questions.items():
+        counted = [record for record in records if record.get("finish_reason") != "failed"]
+        if counted:
+            scores[question] = sum(score_record(record, part) for record in counted) / len(counted)
+    return scores
+
+
+def score_record(record: Record, part: str | None) -> float:
+    return score_of(record.get("rewards") or {}, reward_of(record), part) or 0.0
+
+
+def _describe_change(old: float, new: float) -> str:
+    """Returns whether the mean score became better, worse or stayed the same."""
     if math.isclose(old, new, abs_tol=1e-9):
         return "same"
     return "better" if new > old else "worse"

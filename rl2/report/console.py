@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from rl2.config.conditions import compares_pairs, has_section
 from rl2.report.health import Metrics, Samples, learns_from_groups_alone
+from rl2.run.success import REWARD, held_out_pattern, training_metric
 
 # The time left is estimated from the mean of this many steps: a usual trainer.save_freq, so that
 # the mean includes its share of the saves.
@@ -28,7 +29,6 @@ class Column:
 
 
 COLUMNS = [
-    Column("test/reward/mean", "test reward", ".3f"),
     Column("rollout/truncated", "cut", ".0%"),
     Column("rollout/failed", "failed", ".0%", is_shown_at_zero=False),
     Column("actor/loss", "loss", ".4f"),
@@ -60,6 +60,7 @@ class Console:
 
     def __init__(self, config: Any, start: int, num_steps: int):
         self.compares_groups = has_section(config, "adv") and learns_from_groups_alone(config)
+        self.score: str | None = config.rollout.score if has_section(config, "rollout") else None
         self.num_steps = num_steps
         self.test_freq = config.trainer.test_freq or num_steps
         self.test_seconds = 0.0  # of the last evaluation
@@ -76,7 +77,7 @@ class Console:
     def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
         self.bar.update(step - self.bar.n)
         self.test_seconds = metrics.get("time/test", self.test_seconds)
-        line = format_line(metrics, self.num_steps, self.compares_groups)
+        line = format_line(metrics, self.num_steps, self.compares_groups, self.score)
         if step > 0:
             self.recent_seconds.append(metrics["time/step"] - metrics.get("time/test", 0.0))
             line += f"  {timedelta(seconds=round(self._seconds_left(step)))} left"
@@ -152,19 +153,24 @@ def _describe_rows(config: Any) -> str:
     )
 
 
-def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
-    """Formats the line of a step, with the metrics that it has and its longest phase."""
+def format_line(
+    metrics: Metrics, num_steps: int, compares_groups: bool, score: str | None = None
+) -> str:
+    """Formats the line of a step, with the metrics that it has and its longest phase.
+
+    `score` is rollout.score.
+    """
     values = [f"step {metrics['step']}/{num_steps}"]
     if "reward/mean" in metrics:
-        values += _reward_values(metrics)
+        values += _reward_values(metrics, score)
     if "rollout/zero_variance" in metrics and compares_groups:
         values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
     if "reward/mean" in metrics:
         # The loss of PPO is near 0 whether the policy learns or not.
-        values += _format_columns({**metrics, "actor/loss": None})
+        values += _format_columns({**metrics, "actor/loss": None}, score)
     else:  # a reward model is a critic without an actor
         by_name = {name.replace("critic/", "actor/"): metrics[name] for name in metrics}
-        values += _format_columns(by_name)
+        values += _format_columns(by_name, score)
     phases = {}
     for metric, seconds in metrics.items():
         if metric.startswith("time/") and metric != "time/step":
@@ -174,23 +180,31 @@ def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
     return "  ".join(values)
 
 
-def _reward_values(metrics: Metrics) -> list[str]:
-    """Formats the reward with its parts."""
+def _reward_values(metrics: Metrics, score: str | None) -> list[str]:
+    """Formats success, where it is a part of the reward, and the reward with its other parts."""
+    success = training_metric(score)
+    values = []
+    if score is not None and success in metrics:
+        values.append(f"{score} {metrics[success]:.3f}")
     parts = []
     for metric, value in metrics.items():
-        if metric.startswith("reward/") and metric not in ("reward/mean", "reward/std"):
+        if metric.startswith("reward/") and metric not in (REWARD, "reward/std", success):
             parts.append(f"{metric.removeprefix('reward/')} {value:.2f}")
     if len(parts) > MAX_REWARD_PARTS:
         parts = [*parts[:MAX_REWARD_PARTS], "..."]
     reward = f"reward {metrics['reward/mean']:.3f}"
-    return [f"{reward} ({' '.join(parts)})" if parts else reward]
+    return [*values, f"{reward} ({' '.join(parts)})" if parts else reward]
 
 
-def _format_columns(metrics: dict[str, Any]) -> list[str]:
+def _format_columns(metrics: dict[str, Any], score: str | None) -> list[str]:
+    success = held_out_pattern(score)
     values = []
     for metric, value in metrics.items():
-        if named := re.fullmatch(r"test/(\w+)/(reward/mean|loss)", metric):
+        if named := re.fullmatch(rf"test/(?!reward/)(\w+)/({success}|loss)", metric):
             values.append(f"test {named[1]} {value:.3f}")
+        elif alone := re.fullmatch(rf"test/({success})", metric):
+            name = "reward" if score is None else alone[1]
+            values.append(f"test {name} {value:.3f}")
     for column in COLUMNS:
         value = metrics.get(column.metric)
         # A mean over no tokens is NaN, and is left out where 0 is.

@@ -14,6 +14,7 @@ from typing import Any
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.conditions import has_teacher
 from rl2.run.checkpoints import Checkpoints
+from rl2.run.success import reward_metric
 
 # With more answers cut, the reward mostly measures the limit, not how good the answers are.
 MAX_CUT_FRACTION = 0.5
@@ -262,11 +263,6 @@ class SkippedUpdates:
             self.last_finite_step = step
         else:
             self.num_in_a_row += num_skipped
-
-
-def reward_metric(part: str) -> str:
-    """The metric of a reward part. One called mean or std does not take the place of these."""
-    return f"reward/parts/{part}" if part in ("mean", "std") else f"reward/{part}"
 
 
 def untrained_parts(weights: dict[str, float]) -> list[str]:

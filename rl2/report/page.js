@@ -527,15 +527,15 @@ function chooseCompared() {
 }
 
 function drawCompared() {
-  const { split, before, after, counts, shared, questions } = comparison();
+  const { split, before, after, score, means, counts, shared, questions } = comparison();
   const total = sum(Object.values(counts));
   fillSelect("change", [["", `all ${format(total)}`], ...Object.entries(counts).filter(([, number]) => number).map(([change, number]) => [change, `${format(number)} ${change}`])]);
   const change = byId("change").value;
   const changed = (question) => question.change !== "same";
   const selected = sorted(questions.filter((question) => !change || question.change === change), changed);
   const shown = selected.slice(0, numQuestions);
-  byId("compared-note").textContent = `By reward, step ${format(after)} answered ${format(counts.better)} of ${count(total, "question")} better than step ${format(before)}, `
-    + `${format(counts.worse)} worse and ${format(counts.same)} the same. This page has ${format(questions.length)} of them, the changed ones first; all are in rollouts/${split}/.`;
+  byId("compared-note").textContent = `By ${score ? `rollout.score=${score}` : "reward"}, step ${format(after)} answered ${format(counts.better)} of ${count(total, "question")} better than step ${format(before)}, `
+    + `${format(counts.worse)} worse and ${format(counts.same)} the same (means ${format(means[1])} and ${format(means[0])}). This page has ${format(questions.length)} of them, the changed ones first; all are in rollouts/${split}/.`;
   byId("compared-shared").replaceChildren(...makeShared(shared));
   byId("questions").replaceChildren(...shown.map((question) => makeQuestion(question, before, after)));
   byId("more-questions").hidden = shown.length === selected.length;

@@ -22,6 +22,7 @@ from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, 
 from rl2.report.summary import summarize
 from rl2.report.token_texts import SavedTokens, find_tokenizer
 from rl2.run.records import NOT_METRICS
+from rl2.run.success import saved_score
 
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
@@ -99,7 +100,7 @@ def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
     splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
     splits = {split: files for split, files in splits.items() if files}
     shared = {split: _find_shared_start(files[0]) for split, files in splits.items()}
-    comparisons = _compare(splits, int(COMPARED_SHARE * num_bytes))
+    comparisons = _compare(splits, saved_score(config), int(COMPARED_SHARE * num_bytes))
     num_bytes -= len(to_json(comparisons))
     files: list[Path] = []
     for steps in splits.values():
@@ -137,12 +138,15 @@ def _find_shared_start(path: Path) -> SharedStart:
     return SharedStart.find([prompt_of(record) for record in records])
 
 
-def _compare(splits: dict[str, list[Path]], num_bytes: int) -> list[Record]:
-    """Returns what changed from the first to the last evaluation of each test set."""
+def _compare(splits: dict[str, list[Path]], part: str | None, num_bytes: int) -> list[Record]:
+    """Returns what changed from the first to the last evaluation of each test set.
+
+    `part` is rollout.score.
+    """
     evaluated = {s: files for s, files in splits.items() if s != "train" and len(files) > 1}
     comparisons = []
     for split, files in evaluated.items():
-        found = compare_evaluations(files[0], files[-1], num_bytes // len(evaluated))
+        found = compare_evaluations(files[0], files[-1], part, num_bytes // len(evaluated))
         steps = {"before": step_of(files[0]), "after": step_of(files[-1])}
         comparisons.append({"split": split, **steps, **found})
     return comparisons

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl2.config.presets import load_presets, preset_of
 from rl2.report.saved import Record
+from rl2.run.success import REWARD, saved_score, training_metric
 
 TRAINERS = {  # by the class of the config
     "PPOConfig": "with reinforcement learning",
@@ -37,9 +38,13 @@ def summarize(lines: list[Record], config: Any, record: Any) -> Record:
     """
     config, record = config or {}, record or {}
     trained = [line for line in lines if line["step"] > 0]
-    trained_metrics = [name for name in TRAINED if any(_values(trained, name))][:1]
-    held_out = _find_held_out(lines)
-    found = {name: TRAINED[name] for name in trained_metrics} | held_out
+    score = saved_score(config)
+    labels_in_training = TRAINED
+    if score is not None:
+        labels_in_training = {training_metric(score): f"mean {score} in training"} | TRAINED
+    trained_metrics = [name for name in labels_in_training if any(_values(trained, name))][:1]
+    held_out = _find_held_out(lines, score)
+    found = {name: labels_in_training[name] for name in trained_metrics} | held_out
     labels = dict(list(found.items())[:MAX_HEADLINES])
     sentences = [_describe_training(lines, config, record)]
     sentences += [_describe_change(lines, name, label) for name, label in labels.items()]
@@ -62,16 +67,22 @@ def _values(lines: list[Record], name: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
 
 
-def _find_held_out(lines: list[Record]) -> dict[str, str]:
-    """Returns the metrics that tell the result on held-out rows, and what a person calls them."""
+def _find_held_out(lines: list[Record], score: str | None) -> dict[str, str]:
+    """Returns the metrics that tell the result on held-out rows, and what a person calls them.
+
+    `score` is rollout.score. If it is not the whole reward, that does not tell the result.
+    """
     names = {name: None for line in lines for name in line}
     found = {}
     for pattern, label in HELD_OUT.items():
+        if score is not None and pattern == REWARD:
+            continue
         for name in names:
             match = re.fullmatch(rf"test/(?:([^/]+)/)?{pattern}", name)
             values = [value for _, value in _values(lines, name)] if match else []
             # No answer is ever right where rewards do not say what is right.
-            if match and (any(values) if "avg@" in name else values):
+            is_told = any(values) if "avg@" in name and score is None else values
+            if match and is_told:
                 found[name] = f"held-out {label} of {match[1]}" if match[1] else f"held-out {label}"
     return found
 

@@ -1,8 +1,7 @@
 """Evaluation on test sets: what the policy's answers earn, and how often they are right.
 
-An answer is right if its score is 1 or more: the reward part rollout.score or, without that key,
-the sum of the parts that the environment gives it. A failure of the environment says nothing of the
-policy: such an answer counts in the metrics rollout/* only.
+An answer is right if its score (`rl2.run.success`) is 1 or more. A failure of the environment says
+nothing of the policy: such an answer counts in the metrics rollout/* only.
 """
 
 import asyncio
@@ -22,8 +21,7 @@ from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector, check_part_name
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Trajectory
-
-RIGHT_REWARD = 1 - 1e-6  # 1, but for the rounding of a sum of parts
+from rl2.run.success import is_right, score_of
 
 
 @dataclass
@@ -109,7 +107,7 @@ def measure_samples(
     avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of
     k is right, for k = 1, 2, 4 ... N; maj@N: how often the most frequent of the `answers` is right.
     The last two come with several answers, maj@N if there are `answers`, one a trajectory. `score`
-    is the reward part that is 1 for a right answer; None is the sum of all parts.
+    is rollout.score; without it the parts count as they are, whatever they weigh.
     """
     outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
     rewards: dict[int, list[float]] = defaultdict(list)
@@ -117,7 +115,9 @@ def measure_samples(
     extracted = answers or [None] * len(trajectories)
     for trajectory, answer in zip(trajectories, extracted, strict=True):
         if not trajectory.is_failed:
-            outcomes[trajectory.group].append(float(is_right(trajectory, score)))
+            parts = trajectory.rewards
+            value = sum(parts.values()) if score is None else score_of(parts, 0.0, score)
+            outcomes[trajectory.group].append(float(is_right(value)))
             rewards[trajectory.group].append(trajectory.reward)
             votes[trajectory.group].append(answer)
     mean, error = clustered_mean(list(outcomes.values()))
@@ -130,13 +130,6 @@ def measure_samples(
         majorities = map(majority_is_right, votes.values(), outcomes.values())
         metrics[f"maj@{num_samples}"] = fmean(majorities)
     return metrics
-
-
-def is_right(trajectory: Trajectory, score: str | None) -> bool:
-    """Whether the part `score` is 1. If None, whether the parts sum to 1, whatever they weigh."""
-    rewards = trajectory.rewards
-    value = sum(rewards.values()) if score is None else rewards.get(score, 0.0)
-    return value >= RIGHT_REWARD
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
 from rl2.batch import Batch, Sample
-from rl2.report.health import reward_metric
 from rl2.rollout.trajectory import FilterStatus, Trajectory, in_order
+from rl2.run.success import reward_metric
 
 
 def training_samples(trajectories: list[Trajectory]) -> list[Sample]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl2.batch import Sample
 from rl2.data.examples import Example
+from rl2.run.success import score_of
 
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
@@ -187,15 +188,8 @@ def in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 
 def mean_score(trajectories: list[Trajectory], part: str | None) -> float:
-    """Returns the mean over the trajectories that did not fail; NaN if all failed.
-
-    The score is the reward part of this name, 0 where there is none; None is the whole reward.
-    """
-    scores = [
-        t.reward if part is None else t.rewards.get(part, 0.0)
-        for t in trajectories
-        if not t.is_failed
-    ]
+    """Returns the mean score of those that did not fail; NaN if all failed. `part`: `score_of`."""
+    scores = [score_of(t.rewards, t.reward, part) for t in trajectories if not t.is_failed]
     return sum(scores) / len(scores) if scores else math.nan
 
 

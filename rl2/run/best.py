@@ -9,6 +9,7 @@ from typing import Any
 
 from rl2.config.conditions import plays_tests
 from rl2.config.schema import PPOConfig, source_name
+from rl2.run.success import held_out_metric
 
 FALLING = ("loss", "perplexity")  # metrics of which less is better
 EVERY_SET = "*"  # in the place of the name of a test set: the mean over all of them
@@ -96,8 +97,7 @@ def _test_sets(config: Any) -> Iterator[tuple[dict[str, str], str]]:
     is_ppo = isinstance(config, PPOConfig)
     if is_ppo or plays_tests(config):
         section = config.data if is_ppo else config.rollout
-        # The share of right answers, where the user has said which part of the reward is success.
-        share = f"avg@{section.responses_per_test_prompt}"
-        yield section.test_paths, share if config.rollout.score else "reward/mean"
+        num_samples = section.responses_per_test_prompt
+        yield section.test_paths, held_out_metric(config.rollout.score, num_samples)
     if not is_ppo:
         yield config.data.test_paths, "loss"

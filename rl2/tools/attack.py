@@ -21,12 +21,12 @@ from rl2.report.health import (
     SURE_RISE,
     describe_change,
     find_unconfirmed_parts,
-    reward_metric,
     rises,
     untrained_parts,
 )
 from rl2.report.saved import find_steps, read_lines
 from rl2.run.records import MetricsFile
+from rl2.run.success import REWARD, reward_metric
 from rl2.trainer import ppo
 from rl2.trainer.given import Inputs
 from rl2.trainer.inside import train_inside
@@ -117,9 +117,9 @@ def judge(run: Path, weights: dict[str, float]) -> Attack:
     """Compares the reward with the parts of weight 0 in a run folder."""
     lines = MetricsFile(run).read()
     golds = untrained_parts(weights)
-    metrics = ["reward/mean", *map(reward_metric, golds)]
+    metrics = [REWARD, *map(reward_metric, golds)]
     rewards = {metric: [line[metric] for line in lines if metric in line] for metric in metrics}
-    means = rewards["reward/mean"]
+    means = rewards[REWARD]
     unconfirmed = [
         "\n".join([f"{name} does not confirm the reward: {change}", *worst_texts(run, name)])
         for name, change in find_unconfirmed_parts(rewards, weights)

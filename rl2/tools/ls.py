@@ -20,9 +20,8 @@ from rl2.error_report import print_answer
 from rl2.report.saved import Record
 from rl2.run.lock import Holding, look_at_lock
 from rl2.run.records import DamagedFile, read_object
+from rl2.run.success import REWARD, held_out_pattern, saved_score, training_metric
 
-# The result on a test set, which may have a name. A part of the reward may be called loss, too.
-HELD_OUT = r"test/(?:(?!reward/)(?P<set>\w+)/)?(?:reward/mean|loss)"
 TITLES = ("RUN", "TRAINER", "MODEL", "STEPS", "LAST", "HELD OUT", "STATE", "WRITTEN", "CHECKPOINTS")
 NOTHING = "-"
 
@@ -46,7 +45,7 @@ class Summary:
     model: str | None = None
     step: int | None = None  # the last one that is done
     num_steps: int | None = None  # of the whole run
-    metric: str | None = None  # the reward of PPO, the loss of the others
+    metric: str | None = None  # of success in PPO, the loss of the others
     value: float | None = None  # of the metric in the last step
     held_out: dict[str, float | None] = field(default_factory=dict)  # of the last evaluation
     held_out_step: int | None = None
@@ -134,7 +133,7 @@ def summarise(folder: Path) -> Summary:
         run.num_steps = num_steps if isinstance(num_steps, int) else None
     best_step = part(record, "best").get("step")
     run.best_step = best_step if isinstance(best_step, int) else None
-    read_results(folder / "metrics.jsonl", run)
+    read_results(folder / "metrics.jsonl", saved_score(config), run)
     holding = look_at_lock(folder)
     run.state = find_state(run, record, holding, part(config, "trainer").get("eval_only") is True)
     if not record and not config and holding is Holding.NEVER:
@@ -159,10 +158,10 @@ def part(values: Record, name: str) -> Record:
     return section if isinstance(section, dict) else {}
 
 
-def read_results(path: Path, run: Summary) -> None:
+def read_results(path: Path, score: str | None, run: Summary) -> None:
     """Adds the last step with its reward or loss, and the last evaluation.
 
-    Files may be long, so only the lines that are needed are parsed.
+    `score` is rollout.score. Files may be long, so only the lines that are needed are parsed.
     """
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -173,11 +172,11 @@ def read_results(path: Path, run: Summary) -> None:
         run.problems.append(f"the last line of {path.name} is cut or broken")
     last = find_last(lines, b"")
     run.step = last.get("step")
-    for metric in ("reward/mean", "actor/loss", "critic/loss"):
+    for metric in (training_metric(score), REWARD, "actor/loss", "critic/loss"):
         if run.metric is None and metric in last:
             run.metric, run.value = metric, last[metric]
     tested = find_last(lines, b'"test/')
-    run.held_out = held_out(tested)
+    run.held_out = held_out(tested, score)
     run.held_out_step = tested.get("step")
 
 
@@ -198,11 +197,13 @@ def parse_line(text: bytes) -> Record | None:
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
-def held_out(line: Record) -> dict[str, float | None]:
-    """Returns the mean reward or the loss on each test set, by its name, "" without one."""
+def held_out(line: Record, score: str | None) -> dict[str, float | None]:
+    """Returns success or the loss on each test set, by its name, "" without one."""
+    # A part of the reward may be called loss, too.
+    pattern = rf"test/(?:(?!reward/)(?P<set>\w+)/)?(?:{held_out_pattern(score)}|loss)"
     results = {}
     for name, value in line.items():
-        if match := re.fullmatch(HELD_OUT, name):
+        if match := re.fullmatch(pattern, name):
             results[match["set"] or ""] = value
     return results
 
@@ -259,7 +260,7 @@ def to_cells(run: Summary) -> tuple[str, ...]:
     steps = f"{show(run.step)}/{show(run.num_steps)}"
     last = NOTHING
     if run.metric is not None:
-        name = "reward" if run.metric == "reward/mean" else "loss"
+        name = "reward" if run.metric == REWARD else run.metric.rpartition("/")[2]
         last = f"{name} {show(run.value)}"
     held_out = " ".join(f"{name} {show(x)}".strip() for name, x in run.held_out.items())
     if held_out:

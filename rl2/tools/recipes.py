@@ -9,7 +9,6 @@ of one seed alone cannot say how far another seed would be.
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +16,9 @@ from statistics import fmean
 import numpy as np
 
 from rl2.error_report import print_answer
-from rl2.report.answers import read_questions, reward_of
-from rl2.report.saved import Record, find_steps, read_yaml, step_of
+from rl2.report.answers import read_questions, score_questions
+from rl2.report.saved import find_steps, read_yaml, step_of
+from rl2.run.success import saved_score
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
 T_QUANTILES = (
@@ -26,7 +26,6 @@ T_QUANTILES = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-Score = Callable[[Record], float]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def main() -> None:
         "after --, question by question. Several runs of a recipe have different seeds.",
     )
     parser.add_argument("--set", default="", help="the test set, if the runs have several")
-    parser.add_argument("--score", help="a part of the rewards; by default the whole reward")
+    parser.add_argument("--score", help="a part of the rewards; by default rollout.score")
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     parser.add_argument("first", nargs="+", type=Path, metavar="RUN", help="folders of runs")
@@ -74,8 +73,9 @@ def main() -> None:
     if not second:
         parser.error("give the runs of the second recipe after --")
     try:
+        part = arguments.score or common_score([*arguments.first, *second])
         recipes = [
-            [read_evaluation(run, arguments.set, make_score(arguments.score)) for run in runs]
+            [read_evaluation(run, arguments.set, part) for run in runs]
             for runs in (arguments.first, second)
         ]
         lines = describe(*recipes)
@@ -84,24 +84,19 @@ def main() -> None:
     print_answer("\n".join(lines))
 
 
-def make_score(part: str | None) -> Score:
-    """Returns what scores an answer: a part of its rewards, or its whole reward."""
-
-    def score(record: Record) -> float:
-        rewards = record.get("rewards") or {}
-        if part is None:
-            return reward_of(record)
-        if part not in rewards:
-            raise ValueError(f"--score {part}: the rewards have the parts {', '.join(rewards)}")
-        return float(rewards[part])
-
-    return score
+def common_score(runs: list[Path]) -> str | None:
+    """Returns rollout.score of the runs. ValueError if they have different ones."""
+    parts = {saved_score(read_yaml(run / "config.yaml")) for run in runs}
+    if len(parts) > 1:
+        names = ", ".join(sorted("null" if part is None else part for part in parts))
+        raise ValueError(f"the runs have different rollout.score: {names}; choose with --score")
+    return parts.pop()
 
 
-def read_evaluation(run: Path, set_name: str, score: Score) -> Evaluation:
+def read_evaluation(run: Path, set_name: str, part: str | None) -> Evaluation:
     """Reads the last evaluation of a run. Answers that failed in the environment do not count.
 
-    ValueError if there is none.
+    The scores are of the reward part `part`; None is the whole reward. ValueError if there is none.
     """
     split = f"test_{set_name}" if set_name else "test"
     steps = find_steps(run / "rollouts" / split)
@@ -110,13 +105,16 @@ def read_evaluation(run: Path, set_name: str, score: Score) -> Evaluation:
         remedy = f"it has {', '.join(found)}: choose with --set" if found else "evaluate it"
         raise ValueError(f"{run} has no transcripts in rollouts/{split}/; {remedy}")
     last = steps[-1]
-    scores = {}
-    for question, records in read_questions(last).items():
-        counted = [record for record in records if record.get("finish_reason") != "failed"]
-        if counted:
-            scores[question] = fmean(map(score, counted))
+    questions = read_questions(last)
+    scores = score_questions(questions, part)
     if not scores:
         raise ValueError(f"{last}: no answer was scored")
+    found_parts: dict[str, None] = {}
+    for records in questions.values():
+        for record in records:
+            found_parts |= dict.fromkeys(record.get("rewards") or {})
+    if part is not None and part not in found_parts:
+        raise ValueError(f"--score {part}: the rewards have the parts {', '.join(found_parts)}")
     config = read_yaml(run / "config.yaml") or {}
     return Evaluation(run, step_of(last), (config.get("trainer") or {}).get("seed"), scores)
 

@@ -1,0 +1,50 @@
+"""What success is: the reward part that rollout.score names, or the whole reward without that key.
+
+This is its only definition, of one answer and of the metric that has its mean. Filters, curricula,
+evaluations, trainer.save_best, the console, reports and commands take it from here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+RIGHT_SCORE = 1 - 1e-6  # 1, but for the rounding of a sum of parts
+REWARD = "reward/mean"  # the metric of the whole reward
+
+
+def score_of(rewards: Mapping[str, float], reward: float, part: str | None) -> float:
+    """Returns the score of an answer with these parts: 0 where it lacks the one that is success.
+
+    `part` is rollout.score. If it is None, the score is `reward`, the weighted sum of the parts.
+    """
+    return reward if part is None else rewards.get(part, 0.0)
+
+
+def is_right(score: float) -> bool:
+    return score >= RIGHT_SCORE
+
+
+def reward_metric(part: str) -> str:
+    """The metric of a reward part. One called mean or std does not take the place of these."""
+    return f"reward/parts/{part}" if part in ("mean", "std") else f"reward/{part}"
+
+
+def training_metric(part: str | None) -> str:
+    """The metric of success in training, the mean score."""
+    return REWARD if part is None else reward_metric(part)
+
+
+def held_out_metric(part: str | None, num_samples: int) -> str:
+    """The metric of success of a test set: the mean reward, or the share of right answers."""
+    return REWARD if part is None else f"avg@{num_samples}"
+
+
+def held_out_pattern(part: str | None) -> str:
+    """Matches what `held_out_metric` returns, for readers of runs with any number of samples."""
+    return REWARD if part is None else r"avg@\d+"
+
+
+def saved_score(config: Any) -> str | None:
+    """Returns rollout.score of the content of a config.yaml, which may be old or damaged."""
+    section = config.get("rollout") if isinstance(config, dict) else None
+    part = section.get("score") if isinstance(section, dict) else None
+    return part if isinstance(part, str) else None
