@@ -107,7 +107,7 @@ def measure_samples(
     avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of
     k is right, for k = 1, 2, 4 ... N; maj@N: how often the most frequent of the `answers` is right.
     The last two come with several answers, maj@N if there are `answers`, one a trajectory. `score`
-    is rollout.score; without it the parts count as they are, whatever they weigh.
+    is rollout.score.
     """
     outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
     rewards: dict[int, list[float]] = defaultdict(list)
@@ -115,8 +115,7 @@ def measure_samples(
     extracted = answers or [None] * len(trajectories)
     for trajectory, answer in zip(trajectories, extracted, strict=True):
         if not trajectory.is_failed:
-            parts = trajectory.rewards
-            value = sum(parts.values()) if score is None else score_of(parts, 0.0, score)
+            value = score_of(trajectory.rewards, trajectory.reward, score)
             outcomes[trajectory.group].append(float(is_right(value)))
             rewards[trajectory.group].append(trajectory.reward)
             votes[trajectory.group].append(answer)
