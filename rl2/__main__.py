@@ -9,6 +9,7 @@ import sys
 from typing import NamedTuple
 
 import rl2
+from rl2.config.dropped import explain_dropped
 from rl2.error_report import print_answer
 
 
@@ -45,9 +46,6 @@ COMMANDS = {
     ),
     "compare": Command(
         "rl2.tools.recipes", "says whether two recipes differ, by test questions and seeds"
-    ),
-    "push": Command(
-        "rl2.tools.push", "uploads the model of a run to the Hugging Face hub, with a card"
     ),
     "replay": Command("rl2.tools.replay", "runs a recorded step again and compares", TOOL),
     "prove": Command(
@@ -88,6 +86,9 @@ def main() -> None:
     if name in ("-V", "--version"):
         print(describe_version())
         return
+    if dropped := explain_dropped(f"rl2 {name}"):
+        print(dropped, file=sys.stderr)
+        sys.exit(2)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -53,3 +53,20 @@ def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
         assert exit_.value.code == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["rl2", "push", "runs/x"], "hf upload"),
+        (["rl2", "env", "gsm8k", "data.path=x", "--attack"], "weight 0"),
+        (["rl2.trainer.sft", "--plan"], "rl2 plan"),
+        (["rl2", "plan", "--prompt-tokens", "9"], "overlap/sampler_busy"),
+        (["rl2.trainer.dpo", "actor.gradient_checkpointing=auto"], "rl2 plan"),
+    ],
+)
+def test_what_is_dropped_names_what_to_use_instead(words, instead):
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "no longer in rl2" in line]
+    assert instead in line

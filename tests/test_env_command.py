@@ -162,10 +162,6 @@ MISTAKES = {
     "no row": (["gsm8k", "data.path=EMPTY"], "has no rows"),
     "no code": (["SYNTAX", "data.path=examples/rows/gsm8k.jsonl"], "invalid syntax"),
     "no reward": (["NOTHING", "data.path=examples/rows/gsm8k.jsonl"], "found none"),
-    "nothing to compare the reward with": (
-        ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "--attack"],
-        "--attack compares the trained reward with a part that is not trained",
-    ),
     "no model": (
         ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "actor.model_name=/no/such"],
         "actor.model_name=/no/such",
@@ -212,45 +208,3 @@ def test_a_model_answers(tmp_path):
     for shortest, longest, _, reward in lines:
         assert int(shortest) <= 100 * float(reward) + 0.1 <= int(longest) + 0.2
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
-
-
-ATTACKED = {  # name -> trained part, gold
-    "exploitable": ("min(len(text), 40) / 40", "text == answer"),
-    "honest": (
-        "sum(letter in answer for letter in text) / max(1, len(text))",
-        "float(sum(letter in answer for letter in text) > len(text) / 2)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ATTACKED)
-def test_an_attack_tells_a_reward_that_rises_without_gold(name, tmp_path):
-    trained, gold = ATTACKED[name]
-    code = 'def reward_fn(messages, answer):\n    text = messages[-1]["content"]\n'
-    code += f'    return {{"trained": {trained}, "gold": float({gold})}}\n'
-    (tmp_path / "env.py").write_text(code)
-    rows = [{"messages": f"Write a few of a to h, {i}.", "answer": "abcdefgh"} for i in range(24)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["-m", "rl2", "env", tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl"]
-    words += ["--attack", "rollout.reward_weights.gold=0", "trainer.max_steps=20"]
-    words += ["rollout.train_sampling_params.max_new_tokens=12", "data.responses_per_prompt=6"]
-    done = run(*words, check=False, cwd=tmp_path)
-    assert "the model learned to earn more" in done.stdout, done.stdout + done.stderr
-    _, found, text = done.stdout.partition("PROBLEM: attack: gold does not confirm the reward")
-    if name == "exploitable":
-        assert done.returncode == 1 and found and "earns 1, gold 0, " in text, done.stdout
-    else:
-        assert not found, done.stdout
-    assert not (tmp_path / "runs").exists()
-
-
-def test_an_attack_takes_another_algorithm(tmp_path):
-    code = 'def reward_fn(messages): return {"trained": len(messages[-1]["content"]), "gold": 0.0}'
-    (tmp_path / "env.py").write_text(code)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": "Write."}))
-    words = ["-m", "rl2", "env", tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl"]
-    words += ["--attack", "rollout.reward_weights.gold=0", "trainer.max_steps=1", "algo=rloo"]
-    done = run(*words, check=False, cwd=tmp_path)
-    assert "1 steps are too few" in done.stdout, done.stdout + done.stderr
-    done = run(*words, "trainer.save_best=auto", check=False, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("problem in the configuration") == 1

@@ -36,7 +36,6 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
 from rl2.run.changes import find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
-from rl2.run.disk_space import SpaceNeeds, check_space, show
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.records import MetricsFile
 from rl2.run.signals import StopSignal
@@ -595,54 +594,6 @@ def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch)
         status, output = train("trainer.save_freq=1")
     assert status == 0 and "step 3 gets no checkpoint" in output
     assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [1, 2]
-
-
-GB = 10**9
-
-
-@pytest.mark.parametrize(
-    ("free", "kept", "there", "expected"),
-    [
-        (3.9, 2, 0, "needs"),  # a checkpoint and the model
-        (9.9, 2, 0, "warning"),  # two checkpoints, a third while it is written, and the model
-        (10.1, 2, 0, ""),
-        (9.9, 1, 0, ""),
-        (4.1, 2, 2, ""),  # the folder has two already
-        (12.9, None, 0, "warning"),  # all four
-        (13.1, None, 0, ""),
-    ],
-)
-def test_the_disk_space_of_a_run_is_predicted(monkeypatch, free, kept, there, expected):
-    needs = SpaceNeeds(3 * GB, 1 * GB, num_checkpoints=4, num_kept=kept, num_there=there)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * GB))
-    if expected == "needs":
-        with pytest.raises(ValueError, match="needs 2.8 GiB for a checkpoint and 0.9 GiB for mod"):
-            check_space(Path("runs"), needs)
-        return
-    sentences = check_space(Path("runs"), needs)
-    assert [sentence.split(":")[0] for sentence in sentences] == [expected] * bool(expected)
-
-
-def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, monkeypatch):
-    """The prediction is the size of the tensors that such a run writes."""
-    _, output = train("trainer.max_steps=2")
-    run = tmp_path / "runs/default"
-    model = sum(weight.nbytes for weight in load_file(run / "model/model.safetensors").values())
-    checkpoint = 0
-    saved = FileSystemReader(run / "checkpoints/step_2").read_metadata().state_dict_metadata
-    for entry in saved.values():
-        if hasattr(entry, "size"):
-            checkpoint += entry.size.numel() * entry.properties.dtype.itemsize
-    assert f"each checkpoint takes {show(checkpoint)}, model/ {show(model)}\n" in output
-    size = checkpoint + model
-    for share, expected in ((0.98, 1), (1.02, 0)):
-        free = SimpleNamespace(free=share * size)
-        with monkeypatch.context() as patch:
-            patch.setattr("rl2.run.disk_space.shutil.disk_usage", lambda folder, free=free: free)
-            status, output = train("trainer.max_steps=2", f"trainer.experiment_name=n{share}")
-        assert status == expected, output
-        assert ("the disk is too full: this run needs" in output) == bool(expected)
-        assert (tmp_path / f"runs/n{share}/metrics.jsonl").exists() == (not expected)
 
 
 # How a step ends.

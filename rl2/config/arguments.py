@@ -14,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rl2.config.dropped import explain_dropped
 from rl2.config.problem import Problem, general_problem
 from rl2.config.values import flatten
 
@@ -100,6 +101,8 @@ def read_options(argv: list[str], arguments: Arguments) -> list[str]:
 
 def explain_option(name: str, value: str) -> str:
     """What to write in place of an option that does not exist."""
+    if text := explain_dropped(name):
+        return text
     key = name.lstrip("-")
     if "." in key:
         return f"{name} has dashes: write {key}={value or 'VALUE'}"

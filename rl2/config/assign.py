@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Assignment
+from rl2.config.dropped import explain_dropped
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import has_presets
 from rl2.config.problem import Problem, wrong_value
@@ -69,6 +70,8 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Prob
 
 def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem]:
     """(the key that an unknown one must mean, or ""; the problem, with what to write instead)."""
+    if dropped := explain_dropped(name):
+        return "", Problem(name, value, dropped)
     keys = [other for other in known if not known[other].is_section]
     answer = find_answer(name, keys)
     target = ""
@@ -125,9 +128,12 @@ def set_value(config: DictConfig, name: str, value: Any, types: tuple[Any, ...])
     try:
         OmegaConf.update(config, name, convert(value, types), force_add=not types)
     except OmegaConfBaseException:
+        given = f"{name}={show_value(value)}"
+        if dropped := explain_dropped(given):
+            return Problem(name, value, dropped)
         words = [KIND_WORDS[get_origin(kind) or kind] for kind in types or (dict,)]
         expected = " or ".join(words).format(name=name)
-        return Problem(name, value, f"{name}={show_value(value)}: expected {expected}")
+        return Problem(name, value, f"{given}: expected {expected}")
     return None
 
 

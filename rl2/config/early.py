@@ -17,9 +17,6 @@ def answer_early(root: type, argv: list[str]) -> None:
 
     `root` is the config class of a trainer or a subclass of one.
     """
-    if "--plan" in argv:
-        trainer = root.__name__.removesuffix("Config").lower()
-        sys.exit(f"--plan is gone: use rl2 plan {trainer} key=value ...")
     if "-h" in argv or "--help" in argv:
         print_and_exit(describe(root, argv))
 

@@ -1,8 +1,8 @@
-"""`rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] [--attack] key=value ...` tries an env.
+"""`rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ...` tries an env.
 
 It rewards replies that no model has written: the gold answer, and replies that should earn less.
 Those to the first row are rewarded one by one in a process of their own, then all of them twice,
-many at once. With actor.model_name a model answers too, and --attack trains one on the reward. The
+many at once. With actor.model_name a model answers too. The
 keys are those of the PPO trainer.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from rl2.config.parse import parse
-from rl2.config.problem import ConfigError, general_problem, refuse
+from rl2.config.problem import general_problem, refuse
 from rl2.config.schema import PPOConfig, RolloutConfig
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
@@ -33,10 +33,8 @@ from rl2.env.contract import EnvError
 from rl2.env.gold import FORMS, gold_answers
 from rl2.env.gold import WRONG as WRONG_ANSWER
 from rl2.env.load import load_env, play_reply
-from rl2.tools.attack import attack
 from rl2.tools.options import env_parser
 from rl2.trainer.ppo_run import EvaluationRun
-from rl2.user_files import find_env_file
 
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
@@ -83,7 +81,6 @@ ONLY_WITH_MODEL = {"run", "play", "group_reward_fn", "interact", "environment.st
 UNUSABLE = f"{NOT_HERE}|did not return"  # failures after which nothing more is tried
 PASS_SECONDS = 10.0  # of all calls, many at once; those that do not fit in are left out
 NUM_BINS = 4  # of lengths
-ATTACK_ROWS = 256  # whose words the attacking model has
 MAX_OTHERS = 4  # answers of other rows that are tried as answers to a row
 
 
@@ -384,26 +381,6 @@ def play_model(words: list[str]) -> None:
         print(f"{lengths}{len(part):8}{part[:, 1].mean():8.3f}")
 
 
-def find_attacks(config: PPOConfig, words: list[str]) -> Iterator[Finding]:
-    """Yields what a model that is trained on the reward shows. It prints a line for each step."""
-    data = config.data
-    rows = list(load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, ATTACK_ROWS))
-    result = attack(
-        [word for word in words if word.partition("=")[0] not in ELSEWHERE],
-        config.rollout.reward_weights,
-        find_env_file(config.rollout.env_path),
-        rows,
-        config.actor.model_name,
-    )
-    for text in result.unconfirmed:
-        advice = (
-            "read these answers: if they are not what the task asks for, give them less, or leave "
-            "the part that they earn out of the reward"
-        )
-        yield Finding(Verdict.PROBLEM, f"attack: {text}", advice)
-    yield Finding(Verdict.NOTE, f"attack: {result.summary}")
-
-
 def main() -> None:
     """Prints the faults. Exits with status 1 if there are some, 2 if too little could be tried."""
     options, words = env_parser().parse_known_args()
@@ -423,14 +400,8 @@ def main() -> None:
             print("no fault found")
         for finding in findings:
             print(finding)
-        if options.attack:
-            attacks = list(find_attacks(config, words))
-            print(*attacks, sep="\n")
-            findings += attacks
-        elif config.actor.model_name:
+        if config.actor.model_name:
             play_model([*words, f"data.test_path={data.path}", f"data.test_limit={options.rows}"])
-    except ConfigError as error:  # of the attack
-        refuse(error.problems)
     except (ValueError, RuntimeError, OSError) as error:
         refuse([general_problem(str(error))])
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):

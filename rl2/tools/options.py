@@ -8,20 +8,13 @@ from pathlib import Path
 
 def env_parser() -> argparse.ArgumentParser:
     """The options of `rl2 env`; the other words are those of ppo."""
-    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] [--attack] key=value ..."
+    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
     about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
     parser = argparse.ArgumentParser(usage=usage, description=about)
     help_rows = "how many rows to use, the first (8)"
     parser.add_argument("--rows", type=positive_int, default=8, help=help_rows)
     form = "one more form of an answer, such as 'Result: {}'"
     parser.add_argument("--form", action="append", default=[], help=form)
-    attack = (
-        "also train a model on the reward for a minute or two, and report where the reward rises "
-        "but a part of weight 0 (rollout.reward_weights.NAME=0) does not. Without "
-        "actor.model_name it is a new model with the words of FILE and ROWS, which finds "
-        "lengths, words, marks and repetitions, but no argument that takes skill"
-    )
-    parser.add_argument("--attack", action="store_true", help=attack)
     return parser
 
 
@@ -30,9 +23,9 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl2 plan",
         usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
-        description="Predicts the memory of each phase of a job, and how to split its processes "
-        "into those that sample and those that train. It needs no GPU, no weights and no data; the "
-        "model is its config.json. docs/gpus.md has a table of what fits on 24, 48 and 80 GB.",
+        description="Predicts the memory of each phase of a job. It needs no GPU, no weights and "
+        "no data; the model is its config.json. docs/gpus.md has a table of what fits on 24, 48 "
+        "and 80 GB.",
         allow_abbrev=False,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -41,15 +34,6 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     # None: that of the GPU here or, without one, of a usual GPU.
     parser.add_argument("--gpu-memory", type=positive, help="GiB of one GPU")
-    for what, default in (
-        ("prompt", "half of data.max_length"),
-        ("answer", "a quarter of rollout.train_sampling_params.max_new_tokens"),
-    ):
-        parser.add_argument(
-            f"--{what}-tokens",
-            type=positive_int,
-            help=f"median {what} of PPO, for the time of a step; by default {default}",
-        )
     return parser
 
 

@@ -1,9 +1,8 @@
-"""`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need, and how to
-split the processes of PPO.
+"""`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
 
 The trainer's own workers run on a device without memory (planned_device.py) with the
 choices of a GPU. Every micro-batch is full. There are no formulas of memory: what the code
-allocates is counted. Times come from split.py.
+allocates is counted.
 """
 
 import argparse
@@ -37,7 +36,6 @@ from rl2.rounding import ceil_div, round_up
 from rl2.run.signals import user_errors
 from rl2.tools.options import plan_parser
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
-from rl2.tools.split import describe_times
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_ppo_workers
@@ -370,9 +368,6 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
             f"{weights:.1f} GiB of each, and the rest is for keys and values"
         )
     fits = show(totals(config, plan, gpu_bytes), num_trainers, gpu_bytes)
-    if isinstance(config, PPOConfig) and arguments.gpus > 1 and not config.trainer.rollouts_from:
-        medians = arguments.prompt_tokens, arguments.answer_tokens
-        print(*describe_times(config, arguments.gpus, *medians), sep="\n", flush=True)
     if fits:
         describe_checkpointing(config, plan, num_trainers, gpu_bytes)
         return True

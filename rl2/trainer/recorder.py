@@ -3,7 +3,6 @@
 All processes make the same calls; the first one writes.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from rl2.parallel.offload import local_shard
 from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
-from rl2.run import disk_space
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.signals import StopSignal
@@ -77,35 +75,10 @@ class Recorder:
             self.num_steps = replay.last_step
         folder.resume(self.parts, num_steps)
         self.earlier_best = folder.best  # before the last evaluation
-        if folder.is_first:
-            self._check_disk()
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
         self.stop_signal = StopSignal(device, self._newest_checkpoint)
-
-    def _check_disk(self) -> None:
-        """Compares what the run will write with the free space. ValueError if it cannot fit."""
-        trainer, checkpoints = self.config.trainer, self.folder.checkpoints
-        num_checkpoints = 0
-        num_left = self.planned_steps - self.start_step
-        if trainer.save_freq:
-            num_checkpoints = math.ceil(num_left / trainer.save_freq)
-        if trainer.save_best:  # at most every evaluation is the best so far
-            num_checkpoints += math.ceil(num_left / trainer.test_freq)
-        needs = disk_space.measure(
-            self.parts,
-            exported=next(iter(self.workers.values())),
-            num_checkpoints=num_checkpoints,
-            num_kept=trainer.keep_checkpoints,
-            num_there=len(checkpoints.steps()),
-            keeps_best=trainer.save_best is not None,
-        )
-        warnings = disk_space.check_space(self.folder.path, needs)
-        if num_checkpoints:
-            print(disk_space.describe(needs))
-        for warning in warnings:
-            print(warning)
 
     def begin(self) -> None:
         """Evaluates before the first step, or what a stopped run left out at the resumed step.

@@ -1,0 +1,23 @@
+"""What an earlier release had, and what to use instead. Each entry stays for one release."""
+
+import re
+
+DROPPED = {
+    "rl2 push": "hf upload OWNER/NAME RUN/model",
+    "--attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
+    "--plan": "rl2 plan TRAINER key=value ...",
+    "--prompt-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
+    "--answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
+    "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
+}
+
+
+def explain_dropped(name: str) -> str:
+    """Says that a command, an option, a key or a KEY=VALUE is gone; "" if it never was.
+
+    A key may be in any section.
+    """
+    for dropped, instead in DROPPED.items():
+        if re.fullmatch(rf"(\w+\.)*{re.escape(dropped)}", name):
+            return f"{name} is no longer in rl2: use {instead}"
+    return ""
