@@ -356,7 +356,8 @@ def test_an_agent_finds_the_model(model, unchanged_process):
         reply = await asyncio.to_thread(ask, base_url, api_key, row["messages"])
         return reward_fn([{"content": reply}], row["answer"])
 
-    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **KEYS)
+    keys = {**KEYS, "rollout.max_turns": 2}
+    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **keys)
     assert [line["reward/run"] > 0 for line in trained.metrics] == [True, True]
 
 
