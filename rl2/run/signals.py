@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from rl2.error_report import report_error, report_to_torchrun
+from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
 from rl2.parallel.rank import is_first_rank
 from rl2.run.watchdog import STDERR, Watchdog
@@ -190,8 +191,13 @@ def _end(number: int, frame: FrameType | None = None) -> None:
 
 def _print_once_a_node(text: str) -> None:
     """Prints from a signal handler, where Python's own files may be in use."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
+    if _is_first_of_node():
+        with suppress(OSError):  # nobody reads it any more
+            os.write(STDERR, f"\n{text}\n".encode())
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -200,9 +206,9 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
 
     `watchdog_seconds` is the limit of the watchdog; 0 = none. A crash in native code, which raises
     no error, prints the Python stacks of its process. What is printed is written line by line from
-    here on, also to a file, so a kill loses no line.
+    here on, also to a file, so a kill loses no line; the run outlives who reads it.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    outlive_readers(is_told=_is_first_of_node())
     faulthandler.enable(STDERR)
     end_with_launcher()
     end_on_signals()
