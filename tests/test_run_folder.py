@@ -39,7 +39,7 @@ from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space, show
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.records import MetricsFile
-from rl2.run.signals import StopSignal
+from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
@@ -77,7 +77,7 @@ def set_up(folder, model):
 
 def run_main(main, arguments):
     """Runs a trainer in this process. Returns its status."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["trainer", *map(str, arguments)])

@@ -140,6 +140,7 @@ class Recorder:
     def remaining_steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are not done yet; the first step is 1."""
         while self.last_step < self.num_steps:
+            self.stop_signal.begin_step()
             yield self.last_step + 1
 
     def finish_step(
