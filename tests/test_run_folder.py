@@ -862,6 +862,52 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+BAD_STARTS = {
+    "rows": (1, ["data.path=empty.jsonl"]),
+    "model": (2, ["actor.model_name=./missing"]),
+    "test": (1, ["data.test_path=empty.jsonl"]),
+    "disk": (1, []),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_path, monkeypatch):
+    """It removes the folder that it has made, unless a user or an earlier run has put files there.
+
+    The last case fails when the start has written all its files.
+    """
+    (tmp_path / "empty.jsonl").touch()
+    world, keys = BAD_STARTS[case]
+    folder = tmp_path / "all/run"
+    keys = [*keys, f"trainer.save_dir={folder}"]
+    command = ["-m", "rl2.trainer.sft"]
+    if case == "disk":
+        script = "from rl2.run import disk_space\nfrom rl2.trainer import sft\n"
+        script += "def fail(*_): raise ValueError('the disk is full')\n"
+        (tmp_path / "fail.py").write_text(script + "disk_space.check_space = fail\nsft.main()\n")
+        command = ["fail.py"]
+
+    def start():
+        done = launch(world, *command, *setup, *keys, check=False)
+        assert done.returncode == 1, done.stderr
+
+    before = {path.name for path in tmp_path.iterdir()}
+    start()
+    assert {path.name for path in tmp_path.iterdir()} == before
+    folder.mkdir(parents=True)
+    start()
+    assert folder.exists()
+    (folder / "note.txt").write_text("mine")
+    start()
+    assert (folder / "note.txt").read_text() == "mine"
+
+
+def test_a_failed_start_leaves_the_earlier_run(setup, run):
+    before = contents(run)
+    launch(1, "-m", "rl2.trainer.sft", *setup, "actor.model_name=./missing", check=False)
+    assert contents(run) == before
+
+
 def test_ranks_that_differ_are_named(tmp_path, model):
     """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
     done = launch(2, "tests/agreement.py", model, tmp_path)

@@ -23,6 +23,7 @@ from rl2.error_report import report_error, report_to_torchrun
 from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
 from rl2.parallel.rank import is_first_rank
+from rl2.run.lock import release_at_once
 from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent
@@ -213,6 +214,7 @@ def _end(number: int, frame: FrameType | None = None) -> None:
     _is_ending.acquire()  # and never released: the handler and the thread both come here
     name = NAMES.get(signal.Signals(number), signal.Signals(number).name)
     _print_once_a_node(f"ended by {name} before the first step of this launch; nothing to save.")
+    release_at_once()
     os._exit(128 + number)
 
 

@@ -131,6 +131,7 @@ class Recorder:
             self.metrics_log.complete(self.start_step, metrics, records)
         if self._lacks_best_model(self.start_step):  # a kill came between checkpoint and export
             self._export_best()
+        self.folder.begin()
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
