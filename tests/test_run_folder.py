@@ -935,6 +935,20 @@ def test_the_first_transcripts_are_kept_until_they_are_taken(tmp_path):
     assert RunFolder.take_first_records(folder) == {}
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_a_resumed_run_has_the_line_that_a_power_failure_took(train, run, kept):
+    """Wholly, or but for its beginning: it is that of the checkpoint, with its times and hashes."""
+    before = read_metrics(run)
+    path = run / "metrics.jsonl"
+    *others, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*others, last[: int(kept * len(last))]]))
+    status, output = train("trainer.max_steps=6")
+    assert status == 0, output
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[:4] == before
+    assert not (run / "branches").exists() and listed(run) == ("finished", 6, 6)
+
+
 def test_a_lost_last_line_comes_from_the_checkpoint(tmp_path, capsys):
     file = MetricsFile(tmp_path)
     file.replace([{"step": step} for step in (1, 3, 5)])
