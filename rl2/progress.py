@@ -4,6 +4,8 @@ Marks are only counted; no result depends on them.
 """
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from tqdm import tqdm
 
 Item = TypeVar("Item")
 BAR_DELAY = 2.0  # seconds before a bar appears
+LINE_SECONDS = 30.0  # between two lines where there is no terminal
 
 num_marks = 0  # units of work done: a layer, a step of the engine, a tensor, some rows
 phase = "loading"  # what the process is doing
@@ -52,12 +55,17 @@ def is_expecting() -> bool:
 class Bar:
     """A progress bar on the terminal, with tokens per second if tokens are counted.
 
-    It appears after two seconds and disappears at the end. If stderr is a file or a pipe, nothing
-    is shown.
+    It appears after two seconds and disappears at the end. If stderr is a file or a pipe, it gets a
+    line every 30 s instead.
     """
 
     def __init__(self, title: str, total: int | None, unit: str, is_shown: bool = True):
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.num_done = 0
         self.num_tokens = 0
+        self.began_at = time.monotonic()
         self.bar = tqdm(
             desc=title,
             total=total,
@@ -67,21 +75,42 @@ class Bar:
             leave=False,
             disable=None if is_shown else True,
         )
+        self.is_over = threading.Event()
+        self.printer: threading.Thread | None = None
+        if is_shown and self.bar.disable:
+            self.printer = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
+        if self.printer:
+            self.printer.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.close()
+        self.is_over.set()
+        if self.printer:
+            self.printer.join()
 
     def add(self, count: int, num_tokens: int = 0) -> None:
         """Counts finished units, and tokens."""
         mark()
+        self.num_done += count
         self.num_tokens += num_tokens
         if self.num_tokens and not self.bar.disable:
-            speed = self.num_tokens / max(self.bar.format_dict["elapsed"], 1e-9)
-            self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(self._speed(), refresh=False)
         self.bar.update(count)
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self.began_at, 1e-9)
+        return f"{self.num_tokens / seconds:,.0f} tokens/s"
+
+    def _print_lines(self) -> None:
+        while not self.is_over.wait(LINE_SECONDS):
+            total = "" if self.total is None else f" of {self.total}"
+            speed = f", {self._speed()}" if self.num_tokens else ""
+            seconds = time.monotonic() - self.began_at
+            text = f"{self.title}: {self.num_done}{total} {self.unit}, {seconds:.0f} s{speed}"
+            print(text, file=sys.stderr)
 
 
 def track(items: Sequence[Item], unit: str = "micro-batches") -> Iterator[Item]:

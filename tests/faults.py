@@ -65,6 +65,7 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
     cases = [
         (1, signal.SIGINT, "Ctrl-C", hang_at(offline_run, "read_examples")),
         (2, signal.SIGTERM, "SIGTERM", hang_at(offline_run, "Worker")),
+        (1, signal.SIGHUP, "SIGHUP", hang_at(offline_run, "Worker")),
     ]
     started = []
 
@@ -87,7 +88,7 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
         assert run.wait(5) == [128 + number] * world, run.output
         assert run.output.count(f"ended by {name}") == 1, run.output
         assert "Traceback" not in run.output, run.output
-        assert not (folder / f"loading_{i}" / "model").exists()
+        assert not (folder / f"loading_{i}").exists()
 
 
 def start_slow_run(runs: ForkedRuns, folder: Path, name: str, *more: str) -> ForkedRun:
@@ -132,6 +133,34 @@ def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: 
     assert "torchrun" not in run.output, run.output
     assert "ended at once; there is no checkpoint" in run.output, run.output
     assert [line["step"] for line in read_metrics(folder / "ended")] == [0]
+
+
+def check_a_stop_tells_its_time_and_the_last_checkpoint(runs: ForkedRuns, folder: Path) -> None:
+    """A lost terminal stops a run too. The second signal ends it before the step is saved."""
+    signals.SECONDS_OF_ONE_REQUEST = 0.05
+    for step, duration in ((1, "first step"), (2, r"last step took \d+ s")):
+        name = f"told_{step}"
+        run = start_slow_run(runs, folder, name, "trainer.save_freq=1")
+        run.wait_for(lambda run=run, step=step: run.output.count("update begins") == step)
+        run.send(signal.SIGHUP)
+        run.wait_for(lambda run=run: "stopping" in run.output)
+        [line] = [line for line in run.output.splitlines() if "stopping" in line]
+        assert re.search(duration, line), line
+        time.sleep(0.1)
+        run.send(signal.SIGHUP)
+        assert run.wait(5) == [128 + signal.SIGHUP], run.output
+        last = run.output.splitlines()[-1]
+        newest = f"{folder / name}/checkpoints/step_1"
+        assert (newest in last) == (step == 2) and ("no checkpoint" in last) == (step == 1), last
+
+
+def check_a_run_ignores_sighup_if_it_is_told_to(runs: ForkedRuns, folder: Path) -> None:
+    """As by nohup."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = start_slow_run(runs, folder, "nohup", "trainer.max_steps=1")
+    signal.signal(signal.SIGHUP, earlier)
+    run.send(signal.SIGHUP)
+    assert run.wait() == [0] and "stopping" not in run.output, run.output
 
 
 def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, folder: Path) -> None:
@@ -360,6 +389,8 @@ SCENARIOS = {
         check_signals_while_loading,
         check_a_signal_saves_and_does_not_evaluate,
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
+        check_a_stop_tells_its_time_and_the_last_checkpoint,
+        check_a_run_ignores_sighup_if_it_is_told_to,
         check_a_signal_in_an_evaluation_trains_no_further_step,
         check_a_child_of_the_environment_ends_alone,
     ],

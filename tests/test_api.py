@@ -25,6 +25,7 @@ from rl2.config.values import flatten, show_value
 from rl2.env.files import import_env_file
 from rl2.env.load import make_env
 from rl2.report import loggers
+from rl2.run.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 
@@ -94,7 +95,7 @@ def describe_process():
     environment.pop("PYTEST_CURRENT_TEST")
     return {
         "environment": environment,
-        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "handlers": [signal.getsignal(number) for number in STOP_SIGNALS],
         "wakeup": signal.set_wakeup_fd(-1),
         "group": dist.is_initialized(),
         "random": torch.get_rng_state().tolist(),
@@ -355,7 +356,8 @@ def test_an_agent_finds_the_model(model, unchanged_process):
         reply = await asyncio.to_thread(ask, base_url, api_key, row["messages"])
         return reward_fn([{"content": reply}], row["answer"])
 
-    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **KEYS)
+    keys = {**KEYS, "rollout.max_turns": 2}
+    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **keys)
     assert [line["reward/run"] > 0 for line in trained.metrics] == [True, True]
 
 

@@ -886,7 +886,8 @@ def test_an_exposed_address_needs_an_agent_that_asks_for_its_key(
     tmp_path, run, host, problems, warnings
 ):
     (tmp_path / "env.py").write_text(run)
-    rollout = RolloutConfig(env_path=str(tmp_path / "env.py"), endpoint_host=host)
+    path, max_turns = str(tmp_path / "env.py"), 2 if "run" in run else 1
+    rollout = RolloutConfig(env_path=path, endpoint_host=host, max_turns=max_turns)
     found = []
     _, warned = read_envs(rollout, {"data.path": pack_rows([make_row(0)])}, found)
     assert [problem.key for problem in found] == ["rollout.endpoint_host"] * problems
@@ -1063,7 +1064,7 @@ def test_requests_follow_each_other_on_one_connection():
 def check_it_learns(setup, tmp_path, env):  # noqa: F811
     """The reward of a run on the letter task rises, without a failed trajectory."""
     (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
+    train(2, *setup, "rollout.env_timeout=200", "rollout.max_turns=2", "trainer.n_epochs=1")
     lines = read_metrics(tmp_path / "run")
     rewards = [line["reward/mean"] for line in lines]
     assert all(line["rollout/failed"] == 0 for line in lines)

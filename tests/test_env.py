@@ -509,11 +509,34 @@ def reward_fn(messages):
     assert ("HTTP 429" in warning) != ("did not return" in warning)
 
 
-def test_preflight_warns_of_an_agent_with_one_turn(tmp_path):
-    env = load(tmp_path, "def run(row, base_url): return 1")
-    [warning] = preflight(env, {"data.path": [ROW]}, 1)
-    assert "rollout.max_turns=1" in warning and "run()" in warning
+TOOL_ENV = """
+    class make_env:
+        def reset(self, **columns): ...
+        def look_up(self, word: str) -> str:
+            \"\"\"Looks a word up.
+
+            Args:
+                word: what to look up
+            \"\"\"
+            return word
+        def reward(self, messages): return 1
+"""
+PLAY_ENV = """
+    async def play(row, generate): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def run(row, base_url, model): return 1", PLAY_ENV, TOOL_ENV],
+    ids=["run", "play", "tools"],
+)
+def test_preflight_refuses_one_turn_where_a_second_one_is_needed(tmp_path, text):
+    env = load(tmp_path, text)
+    with pytest.raises(ValueError, match="rollout.max_turns=1.*at least 2"):
+        preflight(env, {"data.path": [ROW]}, 1)
     assert not preflight(env, {"data.path": [ROW]}, 2)
+    env.close()
 
 
 # Reward functions as the documentation of TRL 1.16 shows them for GRPOTrainer: each gets lists over

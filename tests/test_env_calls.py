@@ -140,6 +140,31 @@ def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch, ask
     wait_until(lambda: set(threading.enumerate()) <= threads)  # both loops have ended
 
 
+@pytest.mark.parametrize("wait", ["time.sleep(1.6)", "subprocess.run(['sleep', '1.6'])"])
+def test_calls_that_others_made_late_name_what_blocked_the_loop(tmp_path, monkeypatch, wait):
+    """Also where a library waits, deep below the function of the env."""
+    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
+    env = load(
+        tmp_path,
+        f"""
+        import asyncio, subprocess, time
+        async def reward_fn(messages, is_slow):
+            if is_slow:
+                {wait}
+            await asyncio.sleep(0.05)
+            return 1
+        """,
+        timeout=0.5,
+    )
+    results = call_together(env, [{"is_slow": i % 8 == 3} for i in range(32)])
+    late = [str(result) for result in results if isinstance(result, EnvError)]
+    assert late
+    for text in late:
+        assert "blocked by reward_fn" in text and env.path in text, text
+        assert wait in text and "rollout.env_isolation=process" in text, text
+    env.close()
+
+
 def test_calls_that_block_the_loop_within_their_limit_cost_no_other_call(tmp_path):
     env = load(
         tmp_path,

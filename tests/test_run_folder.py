@@ -38,7 +38,7 @@ from rl2.run.changes import find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.records import MetricsFile
-from rl2.run.signals import StopSignal
+from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
@@ -76,7 +76,7 @@ def set_up(folder, model):
 
 def run_main(main, arguments):
     """Runs a trainer in this process. Returns its status."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["trainer", *map(str, arguments)])
@@ -813,6 +813,52 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+BAD_STARTS = {
+    "rows": (1, ["data.path=empty.jsonl"]),
+    "model": (2, ["actor.model_name=./missing"]),
+    "test": (1, ["data.test_path=empty.jsonl"]),
+    "disk": (1, []),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_path, monkeypatch):
+    """It removes the folder that it has made, unless a user or an earlier run has put files there.
+
+    The last case fails when the start has written all its files.
+    """
+    (tmp_path / "empty.jsonl").touch()
+    world, keys = BAD_STARTS[case]
+    folder = tmp_path / "all/run"
+    keys = [*keys, f"trainer.save_dir={folder}"]
+    command = ["-m", "rl2.trainer.sft"]
+    if case == "disk":
+        script = "from rl2.run import disk_space\nfrom rl2.trainer import sft\n"
+        script += "def fail(*_): raise ValueError('the disk is full')\n"
+        (tmp_path / "fail.py").write_text(script + "disk_space.check_space = fail\nsft.main()\n")
+        command = ["fail.py"]
+
+    def start():
+        done = launch(world, *command, *setup, *keys, check=False)
+        assert done.returncode == 1, done.stderr
+
+    before = {path.name for path in tmp_path.iterdir()}
+    start()
+    assert {path.name for path in tmp_path.iterdir()} == before
+    folder.mkdir(parents=True)
+    start()
+    assert folder.exists()
+    (folder / "note.txt").write_text("mine")
+    start()
+    assert (folder / "note.txt").read_text() == "mine"
+
+
+def test_a_failed_start_leaves_the_earlier_run(setup, run):
+    before = contents(run)
+    launch(1, "-m", "rl2.trainer.sft", *setup, "actor.model_name=./missing", check=False)
+    assert contents(run) == before
+
+
 def test_ranks_that_differ_are_named(tmp_path, model):
     """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
     done = launch(2, "tests/agreement.py", model, tmp_path)
@@ -838,6 +884,20 @@ def test_the_first_transcripts_are_kept_until_they_are_taken(tmp_path):
     first = {"test": records[:2], "train": records[:-1]}
     assert RunFolder.take_first_records(folder) == first
     assert RunFolder.take_first_records(folder) == {}
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_a_resumed_run_has_the_line_that_a_power_failure_took(train, run, kept):
+    """Wholly, or but for its beginning: it is that of the checkpoint, with its times and hashes."""
+    before = read_metrics(run)
+    path = run / "metrics.jsonl"
+    *others, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*others, last[: int(kept * len(last))]]))
+    status, output = train("trainer.max_steps=6")
+    assert status == 0, output
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[:4] == before
+    assert not (run / "branches").exists() and listed(run) == ("finished", 6, 6)
 
 
 def test_a_lost_last_line_comes_from_the_checkpoint(tmp_path, capsys):

@@ -5,7 +5,6 @@ rl2/env/processes.py starts it. Nothing of the trainer is imported here.
 
 import ctypes
 import inspect
-import io
 import json
 import os
 import pickle
@@ -20,6 +19,7 @@ from rl2.env.contract import EnvError
 from rl2.env.files import import_env_file
 from rl2.env.results import check_result, raising_env_error
 from rl2.env.session import Sessions
+from rl2.output import outlive_readers
 
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it ends
 
@@ -30,10 +30,8 @@ def serve(descriptor: int, parent: int, path: str) -> None:
     A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
     """
     _end_with_parent(parent)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix, and what
-        # was printed outlives a kill.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix.
+    outlive_readers(is_told=False)
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))

@@ -122,13 +122,6 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     if max_turns == 1 and env.spec.interact is not None:
         del functions["interact"]
         warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    if max_turns == 1 and env.spec.agent:
-        warnings.append(
-            f"with rollout.max_turns=1 {env.spec.agent}() may ask the model once in a trajectory; "
-            "asking again fails it"
-        )
-    if max_turns == 1 and env.spec.tools:
-        warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
     problems = [
         *_find_turn_problems(env, row_sets, max_turns, is_partial),
         *_find_missing_columns(functions, row_sets),
@@ -160,6 +153,14 @@ def _find_turn_problems(
     env: Env, row_sets: RowSets, max_turns: int, is_partial: bool
 ) -> Iterator[str]:
     """Yields what keeps a conversation from having several turns, or an object."""
+    needed = f"{env.spec.agent}() asks for its first reply" if env.spec.agent else ""
+    if env.spec.tools:
+        needed = "the model calls its tools"
+    if max_turns == 1 and needed:
+        yield (
+            f"rollout.max_turns=1 ends a trajectory after {needed}: set rollout.max_turns to the "
+            "most replies that one may need, at least 2"
+        )
     if is_partial and env.keeps_state:
         yield (
             "rollout.partial=true moves trajectories between processes, where `run`, `play`, the "

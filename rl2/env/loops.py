@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import dropwhile
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,9 @@ TOLERATED_SECONDS = 0.1  # of delay of a mark; longer ones are time in which the
 # How many times its limit a call gets in addition, at most, for time in which others blocked it.
 MAX_EXCUSED = 2.0
 MAX_PLAYS = 3  # of a call in loops that are replaced
+ADVICE = "await what takes time, use asyncio.to_thread, or set rollout.env_isolation=process"
+# A stack is shown without the frames of these folders above the env's own, and shortened.
+OUTSIDE = (str(Path(asyncio.__file__).parent), str(Path(__file__).parent), threading.__file__)
 
 
 @dataclass(eq=False)
@@ -62,6 +67,8 @@ class EnvLoop:
         self.calls: set[Call] = set()  # that have not ended
         self.is_unblocking = False  # one of the waiting calls takes care of that
         self.failure: EnvError | None = None  # why it was replaced
+        self.blocker = ""  # what was last found to block it
+        self.blocker_found_at = 0.0
         self._is_closing = False
         self._owners: WeakKeyDictionary[asyncio.Task, Call] = WeakKeyDictionary()
         self._last_beat = time.monotonic()
@@ -117,11 +124,18 @@ class EnvLoop:
         return False
 
     def find_blocker(self) -> tuple[Call | None, str]:
-        """(the call that runs now, or None if it is not known; where it runs)."""
+        """(the call that runs now, or None if it is not known; what and where it is)."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self.thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame, limit=3))
-        return self._owners.get(task) if task else None, stack
+        stack = list(dropwhile(_is_outside, traceback.extract_stack(frame)))
+        if len(stack) > 4:  # the env's function, and where a library waits
+            stack = stack[:2] + stack[-2:]
+        call = self._owners.get(task) if task else None
+        name = call.name if call else "an async function"
+        place = f" of {stack[0].filename}" if stack else ""
+        self.blocker = f"{name}{place}:\n{''.join(traceback.format_list(stack))}"
+        self.blocker_found_at = time.monotonic()
+        return call, self.blocker
 
     def _serve(self) -> None:
         while not self._is_closing:
@@ -227,10 +241,25 @@ class LoopRunner:
                 if loop.blocked_for > self._timeout:
                     await self._unblock(loop)
         result.cancel()  # a call that has not begun will not
-        raise loop.failure or LateError(self._late(call.name))
+        if loop.failure:
+            raise loop.failure
+        if loop.blocker_found_at > begin:
+            raise self._blocked(call.name, loop.blocker)
+        blocked = loop.blocked_seconds - blocked_before
+        if blocked > self._timeout:
+            reason = f"the event loop that all calls share was blocked for {blocked:.1f} s of that"
+            raise LateError(f"{self._late(call.name)}: {reason}; {ADVICE}", "blocked event loop")
+        raise LateError(self._late(call.name))
 
     def _late(self, name: str) -> str:
         return f"{name} did not return within rollout.env_timeout={self._timeout:g} s"
+
+    def _blocked(self, name: str, blocker: str) -> LateError:
+        return LateError(
+            f"{self._late(name)}: the event loop that all async functions of the env share was "
+            f"blocked; {ADVICE}. It was blocked by {blocker}",
+            kind=f"blocked event loop {blocker}",
+        )
 
     async def _unblock(self, loop: EnvLoop) -> None:
         """Ends the call that blocks the loop, or replaces the loop if the call cannot be ended."""
@@ -240,15 +269,8 @@ class LoopRunner:
         try:
             if await loop.responds():
                 return
-            blocker, stack = loop.find_blocker()
-            name = blocker.name if blocker else "an async function"
-            error = LateError(
-                f"{self._late(name)}: the event loop that all async functions of the env share was "
-                "blocked. Await what takes time, use asyncio.to_thread, or set "
-                "rollout.env_isolation=process. It was blocked here:\n"
-                f"{stack}",
-                kind=f"blocked event loop {stack}",
-            )
+            blocker, place = loop.find_blocker()
+            error = self._blocked(blocker.name if blocker else "an async function", place)
             if blocker is not None:
                 blocker.fail(error)
             loop.thread.end()
@@ -263,6 +285,10 @@ class LoopRunner:
         for call in list(loop.calls):
             if self._may_repeat or not call.result.running():
                 call.fail(LoopReplacedError(str(error), error.kind))
+
+
+def _is_outside(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(OUTSIDE)
 
 
 class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):

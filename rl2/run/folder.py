@@ -267,6 +267,11 @@ class RunFolder:
                 shutil.copy2(self.path / name, branch / name)
         return branch
 
+    def begin(self) -> None:
+        """Keeps the folder however the run ends, since its first step begins."""
+        if self.lock:
+            self.lock.has_begun = True
+
     # The best evaluation.
 
     @property

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -19,6 +20,8 @@ BEAT_SECONDS = 2.0  # between two touches of the lock by the run that has it
 WATCH_SECONDS = 20.0  # a lock of another machine that nobody touches for so long is stale
 READ_ATTEMPTS = 10  # 0.1 s apart
 CLOCK_SECONDS = 3600.0  # the clocks of two machines differ by less
+# What a start writes into a run folder before its first step.
+START_FILES = {"lock", "config.yaml", "run.json"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class RunLock:
 
     A newcomer that finds this process gone creates N + 1, which only one newcomer can do. The file
     with the highest number is never deleted, so no newcomer creates a number twice. A run that ends
-    writes {} into its file.
+    writes {} into its file; one that has made the folder and not begun a step removes it.
     """
 
     def __init__(self, run_folder: Path):
@@ -45,6 +48,8 @@ class RunLock:
         self.folder = run_folder / "lock"
         self.process = this_process()
         self.number = 0
+        self.made: list[Path] = []  # by this run: the folder and those that hold it
+        self.has_begun = False  # a step
         self.is_released = threading.Event()
 
     @property
@@ -56,6 +61,9 @@ class RunLock:
 
         ValueError if another run has it. OSError if the folder cannot be written.
         """
+        global _held
+        folders = (self.run_folder, *self.run_folder.parents)
+        self.made = [folder for folder in folders if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         while self.number == 0:
             newest = self._newest()
@@ -65,13 +73,31 @@ class RunLock:
                 self.number = newest + 1
         threading.Thread(target=self._beat, daemon=True).start()
         cleanup.register(self.release)
+        _held = self
 
     def release(self) -> None:
         """Lets other runs have the folder."""
         is_child = os.getpid() != self.process.pid  # which has a copy of this object
         if not is_child and not self.is_released.is_set() and self.path.exists():
-            self.path.write_text("{}")
+            if self._is_unused():
+                self._remove_folder()
+            else:
+                self.path.write_text("{}")
         self.is_released.set()
+
+    def _is_unused(self) -> bool:
+        """Whether this run has made the folder, and nothing but its start is in it."""
+        names = {path.name for path in self.run_folder.iterdir()}
+        is_last = self._newest() == self.number
+        return bool(self.made) and not self.has_begun and names <= START_FILES and is_last
+
+    def _remove_folder(self) -> None:
+        for name in ("config.yaml", "run.json"):
+            (self.run_folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # a folder has got other files meanwhile
+            self.path.unlink()  # the last file: until then no other run can have the folder
+            for folder in (self.folder, *self.made):
+                folder.rmdir()
 
     def _path_of(self, number: int) -> Path:
         return self.folder / f"{number}.json"
@@ -150,6 +176,16 @@ class RunLock:
                 os.utime(self.path)
             except OSError:  # the file system is away for a while, or someone deleted the folder
                 continue
+
+
+_held: RunLock | None = None  # by this process
+
+
+def release_at_once() -> None:
+    """Releases the lock of this process, if it has one, before `os._exit`."""
+    if _held is not None:
+        with suppress(OSError):
+            _held.release()
 
 
 class Holding(Enum):

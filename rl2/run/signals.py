@@ -20,8 +20,10 @@ import torch
 from safetensors import SafetensorError
 
 from rl2.error_report import report_error, report_to_torchrun
+from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
 from rl2.parallel.rank import is_first_rank
+from rl2.run.lock import release_at_once
 from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent
@@ -32,7 +34,8 @@ SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
 LOST_CONNECTION = ("by peer", "Pair is not connected")
 # Of Linux: the signal that a process gets when the thread that forked it ends.
 PR_SET_PDEATHSIG = 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NAMES = {signal.SIGINT: "Ctrl-C"}  # of those that people know by another one
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
 SECONDS_OF_ONE_REQUEST = 1.0
@@ -40,9 +43,9 @@ _is_ending = threading.RLock()
 
 
 class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a request that the loop reads at the end of its step.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a request, which the loop reads when its step ends.
 
-    It does so once it listens.
+    It does so once it listens. `nohup` has SIGHUP ignored, which stays so.
     """
 
     def __init__(self, device: torch.device, newest_checkpoint: Callable[[], Path | None]):
@@ -50,6 +53,8 @@ class StopSignal:
         self.newest_checkpoint = newest_checkpoint
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
+        self.step_began_at: float | None = None  # None in a process that only samples
+        self.step_seconds: float | None = None  # of the last step; None: none has ended
 
     def listen(self) -> None:
         """Handles the signals from here on. Until then they end the run at once."""
@@ -57,24 +62,43 @@ class StopSignal:
             _borrowed.stop_signal = self
             return
         signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+        _handle_unless_ignored(self._handle)
+
+    def begin_step(self) -> None:
+        """Notes that a step begins, and that the one before it has ended."""
+        now = time.monotonic()
+        if self.step_began_at is not None:
+            self.step_seconds = now - self.step_began_at
+        self.step_began_at = now
+
+    def describe(self) -> str:
+        """Returns what happens after a request, and how long it may take."""
+        text = "stopping: this step will be finished and saved"
+        if self.step_began_at is None:
+            return f"{text}."
+        last = "the first step has not ended yet"
+        if self.step_seconds is not None:
+            last = f"the last step took {self.step_seconds:.0f} s"
+        return f"{text}; it has run for {time.monotonic() - self.step_began_at:.0f} s, and {last}."
+
+    def describe_loss(self) -> str:
+        """Returns where the run goes on if it ends without a checkpoint of this step."""
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return "there is no checkpoint: the same command starts over at step 0"
+        return f"the same command resumes from {newest}"
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
             os._exit(128 + number)
         if self.requested_at is None:
             self.request()
-            limit = "A second Ctrl-C ends the run at once."
-            if _is_under_torchrun():
-                limit = "torchrun kills the run after 30 s."
-            _print_once_a_node(f"stopping: this step will be finished and saved. {limit}")
+            limit = "A second signal ends the run at once"
+            if _is_under_torchrun():  # which forwards signals, and ends at a second one itself
+                limit = "torchrun kills the run 30 s after a signal, and at once at a second one"
+            _print_once_a_node(f"{self.describe()} {limit}; then {self.describe_loss()}.")
         elif self.is_repeated() and not _is_under_torchrun():
-            newest = self.newest_checkpoint()
-            outcome = "there is no checkpoint: the same command starts over at step 0"
-            if newest is not None:
-                outcome = f"the same command resumes from {newest}"
-            _print_once_a_node(f"ended at once; {outcome}.")
+            _print_once_a_node(f"ended at once; {self.describe_loss()}.")
             os._exit(128 + number)
 
     def request(self) -> None:
@@ -92,11 +116,11 @@ class StopSignal:
 
 
 class BorrowedSignals:
-    """Ctrl-C and SIGTERM while a run is in a process that goes on, such as a notebook.
+    """Ctrl-C, SIGTERM and SIGHUP while a run is in a process that goes on, such as a notebook.
 
     A context manager. Inside, the first signal stops a run that listens after its step. Before
     there is one, and the second time, Ctrl-C raises KeyboardInterrupt in the main thread, and
-    SIGTERM does what it did before. Afterwards the signals have their earlier handlers. Signals
+    the others do what they did before. Afterwards the signals have their earlier handlers. Signals
     that were ignored stay so, and on another thread than the main one, all signals stay as they
     are: Python lets no other thread handle them.
     """
@@ -130,8 +154,7 @@ class BorrowedSignals:
         if stop is not None and stop.requested_at is None:
             stop.request()
             with suppress(RuntimeError):  # the main thread was writing there
-                text = "stopping: this step will be finished and saved. Ctrl-C ends the run at once"
-                print(text, file=sys.stderr)
+                print(f"{stop.describe()} Ctrl-C ends the run at once", file=sys.stderr)
         elif stop is None or stop.is_repeated():
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -160,7 +183,7 @@ def end_with_launcher() -> None:
 
 
 def end_on_signals() -> None:
-    """Before the loop Ctrl-C and SIGTERM end the process at once: there is nothing to save.
+    """Before the loop the signals end the process at once: there is nothing to save.
 
     Python runs a handler only between two of its own instructions, and a rank may wait for another
     one in a C function. So a thread reads which signals have come.
@@ -169,9 +192,15 @@ def end_on_signals() -> None:
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the child's own signals
-    for number in STOP_SIGNALS:
-        signal.signal(number, _end)
+    _handle_unless_ignored(_end)
     threading.Thread(target=_read_signals, args=(reading_end,), daemon=True).start()
+
+
+def _handle_unless_ignored(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Handles the stop signals. SIGHUP stays ignored if it is, as `nohup` asks for."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _read_signals(reading_end: int) -> None:
@@ -183,15 +212,21 @@ def _read_signals(reading_end: int) -> None:
 
 def _end(number: int, frame: FrameType | None = None) -> None:
     _is_ending.acquire()  # and never released: the handler and the thread both come here
-    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    name = NAMES.get(signal.Signals(number), signal.Signals(number).name)
     _print_once_a_node(f"ended by {name} before the first step of this launch; nothing to save.")
+    release_at_once()
     os._exit(128 + number)
 
 
 def _print_once_a_node(text: str) -> None:
     """Prints from a signal handler, where Python's own files may be in use."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
+    if _is_first_of_node():
+        with suppress(OSError):  # nobody reads it any more
+            os.write(STDERR, f"\n{text}\n".encode())
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -200,9 +235,9 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
 
     `watchdog_seconds` is the limit of the watchdog; 0 = none. A crash in native code, which raises
     no error, prints the Python stacks of its process. What is printed is written line by line from
-    here on, also to a file, so a kill loses no line.
+    here on, also to a file, so a kill loses no line; the run outlives who reads it.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    outlive_readers(is_told=_is_first_of_node())
     faulthandler.enable(STDERR)
     end_with_launcher()
     end_on_signals()

@@ -100,6 +100,7 @@ class Recorder:
             self.metrics_log.complete(self.start_step, metrics, records)
         if self._lacks_best_model(self.start_step):  # a kill came between checkpoint and export
             self._export_best()
+        self.folder.begin()
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
@@ -109,6 +110,7 @@ class Recorder:
     def remaining_steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are not done yet; the first step is 1."""
         while self.last_step < self.num_steps:
+            self.stop_signal.begin_step()
             yield self.last_step + 1
 
     def finish_step(

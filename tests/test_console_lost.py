@@ -1,0 +1,83 @@
+"""Runs whose stdout or terminal goes away: they train to the end, and metrics.jsonl is whole."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from common import letter_run, make_environment, make_model, read_metrics
+
+# Whatever a run prints by, in every call of the environment.
+NOISY_ENV = """
+import logging, subprocess, sys, warnings
+from tqdm import tqdm
+
+def reward_fn(messages, answer):
+    print("noise")
+    print("noise", file=sys.stderr)
+    warnings.warn(f"noise {messages[-1]['content']}")
+    logging.warning("noise")
+    for _ in tqdm(range(2), mininterval=0):
+        tqdm.write("noise")
+    subprocess.run(["echo", "noise"], check=True)
+    return len(messages[-1]["content"]) / 99
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@pytest.fixture
+def command(tmp_path):
+    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
+    (tmp_path / "env.py").write_text(NOISY_ENV)
+    keys += [
+        "data.responses_per_prompt=4",
+        "trainer.n_epochs=1",
+        f"trainer.save_dir={tmp_path}/run",
+    ]
+    return ["-m", "rl2.trainer.ppo", *keys]
+
+
+def check_is_whole(process, folder):
+    assert process.wait(timeout=200) == 0, (folder / "stderr").read_text()[-3000:]
+    lines = read_metrics(folder / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["rollout/failed"] == 0 for line in lines)
+    assert (folder / "run/model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "isolation", "is_one_pipe"),
+    [
+        ([], "thread", False),
+        pytest.param(TORCHRUN, "thread", True, marks=pytest.mark.nightly),
+        (TORCHRUN, "process", True),
+    ],
+)
+def test_a_run_goes_on_without_a_reader(command, tmp_path, launcher, isolation, is_one_pipe):
+    """As with `torchrun ... | head -1`. stderr is the same pipe, or a file, which says so."""
+    stderr = tmp_path / "stderr"
+    with open(stderr, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *command, f"rollout.env_isolation={isolation}"],
+            env=make_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if is_one_pipe else file,
+        )
+    process.stdout.readline()
+    process.stdout.close()
+    check_is_whole(process, tmp_path)
+    if not is_one_pipe:
+        assert stderr.read_text().count("metrics.jsonl") == 1
+        assert "Traceback" not in stderr.read_text()
+
+
+def test_a_run_goes_on_without_its_terminal(command, tmp_path):
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *command], env=make_environment(), stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    os.read(master, 1)
+    os.close(master)
+    (tmp_path / "stderr").touch()
+    check_is_whole(process, tmp_path)
