@@ -178,8 +178,8 @@ def test_a_failing_reward_leaves_a_process_that_can_train(model, unchanged_proce
     def fail(messages, answer):
         raise KeyError("nope")
 
-    def fail_later(messages, answer):
-        if len(messages[-1]["content"]) not in (0, len("The answer is 42.")):
+    def fail_later(messages, answer, completion_ids):
+        if completion_ids:  # no reply of the trial
             raise KeyError("later")
         return 0.0
 
@@ -333,8 +333,8 @@ def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_proce
     """Also the process of an env file that leaves a process behind itself."""
     Path("env.py").write_text(
         "import subprocess\n"
-        "def reward_fn(messages):\n"
-        "    if messages[-1]['content'] in ('', 'The answer is 42.'):\n"
+        "def reward_fn(messages, completion_ids):\n"
+        "    if not completion_ids:\n"  # a reply of the trial
         "        return 0.0\n"
         "    subprocess.Popen(['sleep', '60'])\n"
         "    raise KeyError('later')\n"
