@@ -347,7 +347,7 @@ def test_a_question_with_an_instruction_and_its_input_is_shown_whole(tmp_path, e
             read(tmp_path, {"prompt": "Add.", extra: "1 2", **other}, "chatml", kind)
 
 
-def test_the_history_and_system_prompt_of_an_instruction_are_shown(tmp_path):
+def test_the_history_and_system_prompt_of_an_instruction_are_shown(tmp_path, capsys):
     row = {"instruction": "c", "input": "", "output": "w", "system": "s", "history": [["a", "b"]]}
     messages = [
         {"role": "system", "content": "s"},
@@ -356,7 +356,9 @@ def test_the_history_and_system_prompt_of_an_instruction_are_shown(tmp_path):
         {"role": "user", "content": "c"},
     ]
     expected = read(tmp_path, {"messages": messages, "completion": "w"}, "chatml")
+    capsys.readouterr()
     assert read(tmp_path, row, "chatml") == expected
+    assert "history is read" in capsys.readouterr().out
     for history in ("a", [["a"]], [[1, 2]]):
         with pytest.raises(ValueError, match="column 'history': expected"):
             read(tmp_path, row | {"history": history}, "chatml")

@@ -248,7 +248,9 @@ def _read_instruction(row: dict) -> ReadRow:
     messages.append({"role": "user", "content": question})
     used = (*names, "history")
     others = {name: value for name, value in row.items() if name not in used}
-    notes = [f"{', '.join(names)} are read as a message of the user"]
+    notes = [f"the message of the user is read from {' and '.join(names)}"]
+    if len(messages) > 1:
+        notes.append("history is read as earlier turns, which are not trained")
     return others | {"messages": messages}, notes
 
 
