@@ -4,10 +4,11 @@ The templates are those of tests/templates, which behave as the published ones o
 """
 
 import json
+import re
 
 import datasets
 import pytest
-from chat_families import make_template
+from chat_families import CHATML, make_template
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
@@ -242,7 +243,7 @@ def test_a_column_with_the_system_prompt_is_read(tmp_path):
     assert "brief" not in str(read(tmp_path, {"system": "Be brief.", "messages": own}, "chatml"))
 
 
-@pytest.mark.parametrize("column", ["input", "history", "loss_weight"])
+@pytest.mark.parametrize("column", ["input", "history", "loss_weight", "chat_template_kwargs"])
 def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, capsys):
     row = {"messages": [USER], "completion": "w", column: "x"}
     read(tmp_path, row, "chatml")
@@ -298,3 +299,114 @@ def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
     template.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="^the model has no chat template"):
         read(tmp_path, {"messages": [USER, ANSWER]}, template)
+
+
+@pytest.mark.parametrize(
+    "field", [{"name": "x"}, {"score": 3}, {"flag": True}, {"tags": ["a"]}, {"meta": {"a": 1}}]
+)
+@pytest.mark.parametrize("name", EXACT)
+def test_a_field_that_is_not_shown_is_named(tmp_path, name, field, capsys):
+    [key] = field
+    messages = [USER | field, ANSWER]
+    assert read(tmp_path, {"messages": messages}, name) == read(
+        tmp_path, {"messages": [USER, ANSWER]}, name
+    )
+    assert f"not show messages[0].{key} (user)" in capsys.readouterr().out
+
+
+def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_path, capsys):
+    template = make_template("chatml")
+    template.tokenizer.chat_template = CHATML.replace(
+        "m.content", "m.content + (m.name or '') + ('!' if m.flag else '')"
+    )
+    messages = [{**USER, "name": "Ada", "flag": True}, {**ANSWER, "weight": 0}, USER, ANSWER]
+    [(text, _)] = read(tmp_path, {"messages": messages}, template)
+    assert "helloAda!" in text and "not show" not in capsys.readouterr().out
+    rows = [{"messages": [{**USER, "flag": flag}, ANSWER]} for flag in (False, True)]
+    path = tmp_path / "two.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Examples(
+        load_rows(str(path), read=SFT_ROWS.read), make_template("chatml"), SFT_ROWS, max_length=99
+    )
+    assert "not show messages[0].flag" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra", ["input", "context"])
+def test_a_question_with_an_instruction_and_its_input_is_shown_whole(tmp_path, extra):
+    question = [{"role": "user", "content": "Add.\n1 2"}]
+    expected = read(tmp_path, {"messages": question, "completion": "w"}, "chatml")
+    row = {"instruction": "Add.", extra: "1 2"}
+    assert read(tmp_path, row | {"output": "w"}, "chatml") == expected
+    assert read(tmp_path, row | {"response": "w"}, "chatml") == expected
+    pair = row | {"chosen": "w", "rejected": "v"}
+    assert read(tmp_path, pair, "chatml", PAIR_ROWS)[0] == expected[0]
+    for other in ({"output": "w"}, {"chosen": "w", "rejected": "v"}):
+        with pytest.raises(ValueError, match=f"column '{extra}'.*instruction"):
+            kind = SFT_ROWS if "output" in other else PAIR_ROWS
+            other = {"completion": "w"} if "output" in other else other
+            read(tmp_path, {"prompt": "Add.", extra: "1 2", **other}, "chatml", kind)
+
+
+def test_the_history_and_system_prompt_of_an_instruction_are_shown(tmp_path, capsys):
+    row = {"instruction": "c", "input": "", "output": "w", "system": "s", "history": [["a", "b"]]}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    expected = read(tmp_path, {"messages": messages, "completion": "w"}, "chatml")
+    capsys.readouterr()
+    assert read(tmp_path, row, "chatml") == expected
+    assert "history is read" in capsys.readouterr().out
+    for history in ("a", [["a"]], [[1, 2]]):
+        with pytest.raises(ValueError, match="column 'history': expected"):
+            read(tmp_path, row | {"history": history}, "chatml")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "mistral_nemo", "command_r"])
+def test_calls_of_sharegpt_are_calls_and_bare_functions_are_tools(tmp_path, name):
+    function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
+    written = {"name": "weather", "arguments": {"city": "Rome"}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "hello"},
+            {"from": "function_call", "value": json.dumps(written)},
+        ],
+        "tools": json.dumps([function]),
+    }
+    calls = [{"type": "function", "function": written}]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    tools = [{"type": "function", "function": function}]
+    try:
+        expected = read(tmp_path, {"messages": messages, "tools": tools}, name)
+    except ValueError as error:
+        expected = error
+        with pytest.raises(ValueError, match=re.escape(str(error)[-30:])):
+            read(tmp_path, row, name)
+        return
+    assert read(tmp_path, row, name) == expected
+    row["conversations"][1]["value"] = "no JSON"
+    with pytest.raises(ValueError, match="function_call.*no JSON"):
+        read(tmp_path, row, name)
+
+
+def test_parts_of_a_reply_that_are_trained_apart_are_refused(tmp_path):
+    detail = [{"begin_offset": 0, "end_offset": 8, "train": False}]
+    with pytest.raises(ValueError, match="train_detail"):
+        read(tmp_path, {"messages": [USER, {**ANSWER, "train_detail": detail}]}, "chatml")
+
+
+@pytest.mark.parametrize("media", ["image", "video", "audio"])
+def test_a_question_about_media_is_refused(tmp_path, media):
+    messages = [{**USER, "content": f"<{media}>Who are they?"}, ANSWER]
+    with pytest.raises(ValueError, match=f"column '{media}s'.*<{media}>"):
+        read(tmp_path, {"messages": messages, f"{media}s": ["1.jpg"]}, "chatml")
+
+
+def test_a_labelled_conversation_ends_with_the_labelled_reply(tmp_path):
+    row = {"messages": [USER, ANSWER, USER, ANSWER], "label": True}
+    same = {"messages": [USER, ANSWER, USER], "completion": "w", "label": True}
+    assert read(tmp_path, row, "chatml", LABELLED_ROWS) == read(
+        tmp_path, same, "chatml", LABELLED_ROWS
+    )

@@ -10,6 +10,7 @@ Each `read_*_row` takes a row and returns it in this form with notes that say ho
 columns stay. ValueError tells why a row does not suit.
 """
 
+import json
 import math
 from typing import Any
 
@@ -42,6 +43,7 @@ SHAREGPT_ROLES = {
 }
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
+INPUT_COLUMNS = ("input", "context")  # what the question in another column is about
 NO_TEMPLATE = "text in prompt is read as it is, without the chat template"  # a note
 
 
@@ -75,6 +77,8 @@ def read_ppo_row(row: dict) -> ReadRow:
 def read_sft_row(row: dict) -> ReadRow:
     """A conversation, or a prompt with the completion that is trained, or text."""
     completion = _first_column(row, "completion", "response")
+    if completion is None and "instruction" in row:
+        completion = _first_column(row, "output")
     source = _first_column(row, *CONVERSATIONS)
     if completion is None and {"chosen", "rejected"} <= row.keys():
         raise ValueError(
@@ -83,6 +87,7 @@ def read_sft_row(row: dict) -> ReadRow:
         )
     if "text" in row and (source is None or source == "prompt" and completion is None):
         return {**row, "messages": check_text(row["text"], "text")}, []
+    _check_whole_question(row)
     if source == "prompt" and completion is None:
         columns = describe_columns(row, "completion")
         raise ValueError(f"column 'prompt' needs 'completion' beside it; {columns}")
@@ -115,9 +120,11 @@ def read_pair_row(row: dict) -> ReadRow:
         raise ValueError(
             f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(chosen)}"
         )
+    _check_whole_question(row)
     notes = []
     shared = _shared_prompt(chosen, rejected)
-    if isinstance(chosen, list) and shared or _first_column(row, *CONVERSATIONS) is None:
+    has_prompt = _first_column(row, *CONVERSATIONS, "instruction") is not None
+    if isinstance(chosen, list) and shared or not has_prompt:
         check_messages(shared)
         row = {**row, "messages": shared}
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
@@ -141,8 +148,14 @@ def read_labelled_row(row: dict) -> ReadRow:
         row, notes = read_pair_row(row)
         return row, [*notes, "chosen is read as a desirable reply, rejected as an undesirable one"]
     labels(row)  # its check
-    completion = read_column(row, "completion")
-    row, notes = _read_messages(row)
+    _check_whole_question(row)
+    given = row
+    row, notes = _read_messages(given)
+    if given.get("completion") is None and ends_with_reply(row["messages"]):
+        *row["messages"], completion = row["messages"]
+        notes.append("the last message is read as the completion")
+    else:
+        completion = read_column(given, "completion")
     check_ends_before_reply(row["messages"])
     row["completion"] = _to_reply(completion, "completion", is_one_message=True)
     return row, notes + find_unread(row) + find_oddities(row)
@@ -181,13 +194,18 @@ def pair_margin(row: dict) -> float:
 def _read_messages(row: dict) -> ReadRow:
     """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations.
 
-    A column with the system prompt becomes the first message, unless the messages have their own.
+    Without any of these it is the `instruction` of Alpaca. A column with the system prompt becomes
+    the first message, unless the messages have their own.
     """
+    notes: list[str] = []
+    if _first_column(row, *CONVERSATIONS) is None and "instruction" in row:
+        row, notes = _read_instruction(row)
     source = _first_column(row, *CONVERSATIONS) or "messages"
     value = read_column(row, source)
     messages = _to_messages(value)
     check_messages(messages)
-    notes = [] if source == "messages" else [f"{source} is read as messages"]
+    if source != "messages":
+        notes.append(f"{source} is read as messages")
     if source == "messages" and not _is_list_of_messages(value):
         notes.append("messages is read as a list of messages with role and content")
     others = {name: item for name, item in row.items() if name != source}
@@ -205,7 +223,53 @@ def _read_messages(row: dict) -> ReadRow:
         notes.append(NO_TEMPLATE)
     if any(message.get("weight") == 0 for message in messages if isinstance(message, dict)):
         notes.append("replies of weight 0 are not trained")
+    if isinstance(others.get("tools"), list):
+        others["tools"] = [_to_tool(tool) for tool in others["tools"]]
     return others | {"messages": messages}, notes
+
+
+def _read_instruction(row: dict) -> ReadRow:
+    """Alpaca's row with `messages`: the pairs in `history`, then `instruction` and its input.
+
+    They are joined as LLaMA-Factory joins them, in lines.
+    """
+    names = ["instruction", *(name for name in INPUT_COLUMNS if row.get(name))]
+    messages = []
+    for turn in row.get("history") or []:
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+            raise ValueError(
+                "column 'history': expected pairs of a question and a reply, got "
+                f"{abbreviate(turn)}"
+            )
+        question, reply = turn
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": reply})
+    question = "\n".join(check_text(row[name], name) for name in names)
+    messages.append({"role": "user", "content": question})
+    used = (*names, "history")
+    others = {name: value for name, value in row.items() if name not in used}
+    notes = [f"the message of the user is read from {' and '.join(names)}"]
+    if len(messages) > 1:
+        notes.append("history is read as earlier turns, which are not trained")
+    return others | {"messages": messages}, notes
+
+
+def _check_whole_question(row: dict) -> None:
+    """ValueError for a prompt of text with another column that it asks about."""
+    for column in INPUT_COLUMNS:
+        if row.get(column) and isinstance(row.get("prompt"), str):
+            raise ValueError(
+                f"column '{column}' is not shown beside a prompt of text: name the prompt "
+                "instruction, which is read with it, or rename the column if it is no part of the "
+                f"question: data.columns.{column}=unused"
+            )
+
+
+def _to_tool(tool: Any) -> Any:
+    """The schema of a tool, which chat templates expect inside of `function`."""
+    if isinstance(tool, dict) and "name" in tool and not tool.keys() & {"function", "type"}:
+        return {"type": "function", "function": tool}
+    return tool
 
 
 def _is_list_of_messages(value: Any) -> bool:
@@ -234,11 +298,28 @@ def _to_message(message: Any) -> Any:
     if "role" in message or not {"from", "value"} <= {*message}:
         return read_message(message)
     sender = message["from"]
+    if sender == "function_call":
+        return read_message({"role": "assistant", "tool_calls": _to_calls(message["value"])})
     if sender not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
+        known = ", ".join([*SHAREGPT_ROLES, "function_call"])
         raise ValueError(f"column 'conversations': from={sender!r} is unknown; it may be {known}")
     others = {name: item for name, item in message.items() if name not in ("from", "value")}
     return read_message({"role": SHAREGPT_ROLES[sender], "content": message["value"], **others})
+
+
+def _to_calls(text: Any) -> list[dict]:
+    """Calls of tools from the JSON of one or of a list, as LLaMA-Factory has them."""
+    try:
+        calls = json.loads(text)
+    except (TypeError, ValueError):
+        calls = None
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(
+            f"from='function_call': expected a call in JSON, with name and arguments, got "
+            f"{abbreviate(text)}"
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _to_reply(value: Any, column: str, is_one_message: bool = False) -> str | dict | list[dict]:

@@ -23,8 +23,10 @@ UNTRAINED_FIELDS = ("masked",)
 # Columns that change what other trainers train, and that rl2 does not read.
 UNREAD_COLUMNS = (
     "input",
+    "context",
     "history",
     "functions",
+    "chat_template_kwargs",
     "weight",
     "loss_weight",
     "sample_weight",
@@ -57,6 +59,8 @@ def read_message(message: dict) -> dict:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_read_call(call) for call in calls]
+    if message.get("train_detail"):
+        raise ValueError("train_detail: parts of a reply cannot be trained apart; remove the field")
     is_trained = True
     for name in (*TRAINED_FIELDS, *UNTRAINED_FIELDS):
         if name not in message:
@@ -121,7 +125,8 @@ def check_ends_before_reply(messages: Messages) -> None:
     if ends_with_reply(messages):
         raise ValueError(
             "column 'messages': expected a prompt, but the last message is the assistant's; remove "
-            "it, or keep it in another column such as answer"
+            "it, keep it in another column such as answer, or read another column as the prompt: "
+            "data.columns.OLD=messages"
         )
 
 
@@ -153,7 +158,7 @@ def check_text(text: Any, column: str) -> str:
 
 
 def find_oddities(row: dict) -> list[str]:
-    """Warnings of what is allowed but seldom meant."""
+    """Warnings of what is allowed but seldom meant. ValueError for a question about an image."""
     warnings = []
     messages = row["messages"]
     roles = [message["role"] for message in messages] if isinstance(messages, list) else []
@@ -167,6 +172,12 @@ def find_oddities(row: dict) -> list[str]:
             break
     for column in MEDIA_COLUMNS:
         if row.get(column):
+            mark = f"<{column.removesuffix('s')}>"
+            if mark in str(messages):
+                raise ValueError(
+                    f"column {column!r}: the messages have {mark}, and the model reads text; "
+                    "remove the row"
+                )
             warnings.append(f"warning: column {column!r} is not shown to the model: it reads text")
     return warnings
 
@@ -256,4 +267,5 @@ def _describe_message(message: dict) -> tuple:
         has_text = bool(beginning)
         is_tagged = beginning in ("<", "[") and ("</" in content or "[/" in content)
     calls = message.get("tool_calls") or ()
-    return (*message, message["role"], has_text, is_tagged, bool(calls))
+    fields = (name for name, value in message.items() if value)
+    return (*fields, message["role"], has_text, is_tagged, bool(calls))

@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.messages import CONVERSATION_COLUMNS, SYSTEM_ROLES, common_prefix_length
+from rl2.data.messages import (
+    CONVERSATION_COLUMNS,
+    SYSTEM_ROLES,
+    TRAINED_FIELDS,
+    UNTRAINED_FIELDS,
+    common_prefix_length,
+)
 
 Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
 
-UNPROBED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "id", "name", "type")
+UNPROBED_FIELDS = (
+    *("role", "content", "tool_calls", "tool_call_id", "id", "type"),
+    *(*TRAINED_FIELDS, *UNTRAINED_FIELDS),
+)
 # A content that begins with a part in tags, as reasoning: templates cut it out.
 TAGGED = re.compile(r"\s*(<[^<>/]+>|\[[A-Z_]+\])(.*?)(</[^<>]+>|\[/[A-Z_]+\])(.*)", re.DOTALL)
 
@@ -27,6 +36,8 @@ class Probes:
 
     words: dict[str, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # places that may be left out with a warning
+    # Fields that are no text, by place: the planted message, and the name of the field.
+    others: dict[str, tuple[dict, str]] = field(default_factory=dict)
 
     def plant(self, place: str, is_optional: bool = False) -> str:
         """Returns a new probe for the place."""
@@ -56,7 +67,12 @@ class Probes:
         elif isinstance(content, str) and content.strip():
             planted["content"] = self.plant(f"{place}.content ({role})")
         for name, value in message.items():
-            if name not in UNPROBED_FIELDS and isinstance(value, str) and value.strip():
+            # The name beside a result is that of its call.
+            if name in UNPROBED_FIELDS or not value or (name == "name" and role == "tool"):
+                continue
+            if not isinstance(value, str):
+                self.others[f"{place}.{name} ({role})"] = (planted, name)
+            elif value.strip():
                 planted[name] = self.plant(f"{place}.{name} ({role})", is_optional=True)
         if calls := message.get("tool_calls"):
             planted["tool_calls"] = [
@@ -89,9 +105,8 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
         for column in CONVERSATION_COLUMNS
         if column in row
     }
-    try:
-        rendered = render(template, row | planted)
-    except ValueError:
+    rendered = _try(render, template, row | planted)
+    if rendered is None:
         return []  # the row itself is refused too, with its own reason
     texts = [text for reply in rendered for text in reply]
     shown = {place: max(text.count(word) for text in texts) for place, word in probes.words.items()}
@@ -99,6 +114,12 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
         first = row["messages"][0]
         if first["role"] not in SYSTEM_ROLES:  # it has none of its own
             shown["data.system_prompt"] = 0
+    for place, (message, name) in probes.others.items():
+        value = message.pop(name)
+        if _try(render, template, row | planted) == rendered:
+            shown[place] = 0
+            probes.optional.add(place)
+        message[name] = value
     lost = [place for place, count in shown.items() if not count]
     if refused := [place for place in lost if place not in probes.optional]:
         raise ValueError(
@@ -119,3 +140,11 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
             )
             break
     return warnings
+
+
+def _try(render: Render, template: ChatTemplate, row: dict) -> Sequence[tuple[str, ...]] | None:
+    """The row as the template renders it; None if it refuses it."""
+    try:
+        return render(template, row)
+    except ValueError:
+        return None
