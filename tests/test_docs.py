@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-LAB_PAGES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/lab/*.md")]
 SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
 README_BUDGET = 7_000  # characters
 TRAINERS = ("ppo", "sft", "dpo", "rm")
@@ -106,7 +105,7 @@ def test_every_key_that_is_named_exists(page):
         assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *LAB_PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_file_that_is_named_exists(page):
     text = read(page)
     folder = (ROOT / page).parent

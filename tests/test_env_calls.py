@@ -378,7 +378,7 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
 
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_threads_of_the_env_give_the_interpreter_away_sooner_than_by_default(tmp_path, prefix):
-    """What that is worth depends on the machine: benchmarks/lab/env_threads.py."""
+    """What that is worth depends on the machine."""
     sys.setswitchinterval(0.005)
     env = load(tmp_path, f"{prefix}def reward_fn(messages): return 1")
     call(env)

@@ -1111,29 +1111,6 @@ def test_the_rows_of_mini_swe_agent_can_be_solved(tmp_path):
         assert len(tests.splitlines()) >= 5 and shown.splitlines()[-1] in tests
 
 
-def test_the_lab_of_mini_swe_agent_holds_programs_out(tmp_path, monkeypatch):
-    """Its conversations are the agent's own, and end with the right command."""
-    pytest.importorskip("minisweagent", reason="pip install mini-swe-agent")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks/lab")
-    import coding_agent
-
-    sizes = {"NUM_TEST": 40, "SFT_STEPS": 1, "SFT_BATCH": 2, "RL_STEPS": 2, "PROMPTS": 20}
-    for name, size in sizes.items():
-        monkeypatch.setattr(coding_agent, name, size)
-    coding_agent.make_data(tmp_path)
-    sets = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("test", "sft", "rl")}
-    assert [len(rows) for rows in sets.values()] == [40, 2, 40]
-    programs = [row["files"]["solution.py"] for name in ("test", "rl") for row in sets[name]]
-    shown = [row["messages"][3]["content"] + "\n" for row in sets["sft"]]
-    assert len({*programs, *shown}) == 82
-    for row in sets["sft"]:
-        roles = [message["role"] for message in row["messages"]]
-        assert roles == ["system", "user", "assistant", "user", "assistant"]
-        assert row["messages"][-1]["content"].endswith(
-            "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
-        )
-
-
 def test_harbor_starts_a_container_as_its_task_says_and_ends_it(fake_docker, monkeypatch):
     env, rows, max_turns = load_ready("harbor_tasks", monkeypatch)
     trajectory = play(env, rows[2], SCRIPTS["harbor_tasks"][0](rows[2]), max_turns)

@@ -20,7 +20,7 @@ from rl2.config.values import get_value
 from rl2.model.adapter_folder import read_adapter_config
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
-# 2025), and benchmarks/lab/lora.py.
+# 2025), and docs/proofs.md.
 LORA_LR_FACTOR = 10
 Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 

@@ -58,7 +58,7 @@ def _is_cpu_fast_at_bf16() -> bool:
     """Whether this processor multiplies matrices faster in bf16 than in fp32.
 
     AVX512-BF16 is twice as fast as fp32 on AMD's processors and half as fast on Intel's, which have
-    AMX for it (benchmarks/lab/measured.md). Some virtual machines hide AMX.
+    AMX for it (docs/proofs.md). Some virtual machines hide AMX.
     """
     if torch.cpu._is_amx_tile_supported():
         return True

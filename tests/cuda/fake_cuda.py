@@ -14,7 +14,6 @@ run, so nothing is said about values.
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +34,10 @@ from tracker import Phase, Tracker
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rl2.model.load
+import rl2.parallel.offload
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
+from rl2.model import fused
 from rl2.worker import Worker
 
 aten = torch.ops.aten
@@ -121,8 +122,7 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
         enter = stack.enter_context
         folder = Path(enter(TemporaryDirectory()))
         enter(machine(world, rank, int(memory_gib * 2**30), tracker.wait))
-        if offload := optional_module("rl2.parallel.offload"):
-            enter(mock.patch.object(offload, "_pin", tracker.pin))
+        enter(mock.patch.object(rl2.parallel.offload, "_pin", tracker.pin))
         for owner, name, value in _replacements():
             enter(mock.patch.object(owner, name, value))
         enter(mock.patch.dict(fake_impls.op_implementations_dict, ANSWERS))
@@ -135,15 +135,8 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
 
 def _forget_compiled() -> None:
     """What is compiled here must not be called elsewhere, nor the other way round."""
-    fused = optional_module("rl2.model.fused")
-    if fused is not None:
-        fused.compiled.cache_clear()
-        fused._with_compiled_rotary.cache_clear()
-
-
-def optional_module(name: str) -> Any:
-    """The module; None where rl2 is an older checkout, which benchmarks/roofline.py compares."""
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    fused.compiled.cache_clear()
+    fused._with_compiled_rotary.cache_clear()
 
 
 def _answer_number(mode, func, tensor):
