@@ -91,9 +91,7 @@ def load_model(
     All processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
     weights that are incomplete.
     """
-    labels = {"num_labels": 1} if critic else {}
-    config = AutoConfig.from_pretrained(name, **labels)
-    model_class = AutoModelForSequenceClassification if critic else language_model_class(config)
+    config, model_class = _read_class(name, critic)
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
@@ -153,6 +151,22 @@ def load_model(
         change = partial(_quantize_some, quantized)
     fsdp.scatter(model, full, mesh, change)
     return model
+
+
+def check_adapters(name: str, critic: bool, settings: LoraSettings | None) -> None:
+    """ValueError if the model `name` cannot have these adapters. Only its config is read."""
+    config, model_class = _read_class(name, critic)
+    with init_empty_weights():
+        hf = model_class.from_config(without_quantization(config))
+        lora.inject(hf, settings)
+        lora.quantize_base(hf, settings)
+
+
+def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, Any]:
+    """(the config of the model `name`, the class that loads it; a critic has one label)."""
+    labels = {"num_labels": 1} if critic else {}
+    config = AutoConfig.from_pretrained(name, **labels)
+    return config, AutoModelForSequenceClassification if critic else language_model_class(config)
 
 
 def _find_quantized(name: str, hf: Any) -> set[str]:

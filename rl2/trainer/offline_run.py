@@ -74,6 +74,7 @@ class OfflineRun:
         key = f"{self.worker_name}.model_name"
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
+        check_layers(config)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         problems: list[Problem] = []
         prompts: TestPrompts | None = None
@@ -90,7 +91,6 @@ class OfflineRun:
         self.test_batches: dict[str, Batch] = {}  # by the name of the test set
         if replay is None:
             self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
-        check_layers(config)
         torch.manual_seed(config.trainer.seed)  # of new weights
         worker_config = getattr(config, self.worker_name)
         self.worker = Worker(

@@ -102,6 +102,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
         check_model("critic.model_name", config.critic.model_name, critic=True)
     if loads_teacher(config):
         check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
+    check_layers(config)
     rows, envs = read_ppo_inputs(config, functions)
     device = init_distributed()
     folder = RunFolder(config, claim)
@@ -111,7 +112,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     if has_full_kl(config):
         check_teacher_vocabulary(config)
     prompts, tests = make_prompts(config, rows, template)
-    check_layers(config)
     check_stop_ids(config)
     teacher_server = None
     if config.teacher.base_url and is_training:
