@@ -317,6 +317,32 @@ def skip_updates(health, first_step, num_steps, fraction=1.0):
     return printed
 
 
+def losses(*values, name="test/loss", **others):
+    return [{"step": step, name: value, **others} for step, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (losses(0.6931, 0.6, 0.6932), ["test/loss"]),  # it fell in between
+        (losses(2.0, 2.0), ["test/loss"]),
+        (losses(2.0, 3.0, 1.9), []),
+        (losses(2.0), []),  # an evaluation without training
+        (losses(2.0, None), []),
+        (losses(1.0, 2.0, name="test/news/loss"), ["test/news/loss"]),
+        (losses(1.0, 2.0, name="test/reward/loss"), []),  # a part of PPO's reward
+        (losses(0.5, 0.375, name="test/accuracy", **{"test/accuracy_stderr": 0.18}), ["accuracy"]),
+        (losses(0.1, 0.6, name="test/accuracy", **{"test/accuracy_stderr": 0.11}), ["accuracy"]),
+        (losses(0.1, 0.6, name="test/accuracy", **{"test/accuracy_stderr": 0.09}), []),
+        (losses(0.5, 0.1, name="test/accuracy"), []),  # of KTO, which has no pairs
+    ],
+)
+def test_a_run_that_learned_nothing(tmp_path, lines, found):
+    told = Health(tmp_path, make_config(RMConfig), 0).summary(lines)
+    assert len(told) == len(found)
+    assert all(name in text for name, text in zip(found, told, strict=True))
+
+
 def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
     config = make_config(max_skipped_updates=4)
     config.actor.update_per_rollout = 2

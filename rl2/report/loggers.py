@@ -28,6 +28,7 @@ from rl2.parallel.device import GIB
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
+from rl2.report.saved import read_lines
 from rl2.run.records import MetricsFile, Records
 from rl2.run.weights_hash import hash_weights
 
@@ -366,7 +367,8 @@ class MetricsLog:
             return hash_weights(self.workers)
 
     def close(self) -> None:
-        self._print(self.health.summary())
+        lines = read_lines(self.folder / "metrics.jsonl")[0] if self.file is not None else []
+        self._print(self.health.summary(lines))
         cleanup.unregister(self._abandon)
         for logger in reversed(self.loggers):
             logger.close()

@@ -18,6 +18,7 @@ from rl2.report.answers import (
     prompt_of,
     reward_of,
 )
+from rl2.report.health import find_lack_of_learning
 from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
 from rl2.report.summary import summarize
 from rl2.report.token_texts import SavedTokens, find_tokenizer
@@ -77,13 +78,19 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
 
 
 def _gather_warnings(lines: list[Record]) -> list[Record]:
-    """Returns each kind of warning with its first reason and its steps."""
+    """Returns each kind of warning with its first reason and its steps.
+
+    What the evaluations of the whole run say is a warning of its last step.
+    """
     reasons: dict[str, str] = {}
     steps = defaultdict(list)
     for line in lines:
         for name, reason in line.get("warnings", {}).items():
             reasons.setdefault(name, reason)
             steps[name].append(line["step"])
+    for problem in find_lack_of_learning(lines):
+        reasons[problem.name] = problem.reason
+        steps[problem.name].append(lines[-1]["step"])
     return [
         {
             "name": name,

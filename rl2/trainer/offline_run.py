@@ -1,12 +1,13 @@
 """From the config to worker and examples: what SFT, DPO and the reward model train with."""
 
 from collections.abc import Callable
+from math import nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl2.batch import Batch, scored_spans
-from rl2.config.conditions import plays_tests
+from rl2.config.conditions import compares_pairs, plays_tests
 from rl2.config.problem import Problem
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
@@ -137,8 +138,13 @@ class OfflineRun:
 
     def measure_loss(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
         """Returns the loss on test rows, and its metrics."""
-        loss, metrics = loss_fn(batch, self.worker.infer(batch))
-        return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
+        loss, tensors = loss_fn(batch, self.worker.infer(batch))
+        metrics = {name: value.item() for name, value in {"loss": loss, **tensors}.items()}
+        if compares_pairs(self.config):
+            share, num_pairs = metrics["accuracy"], len(batch.mask) // 2
+            error = sqrt(share * (1 - share) / (num_pairs - 1)) if num_pairs > 1 else nan
+            metrics["accuracy_stderr"] = error
+        return metrics
 
     def close(self) -> None:
         """Ends the engine and the environment of an evaluation by generation, if there is one."""

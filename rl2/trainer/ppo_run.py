@@ -220,6 +220,8 @@ class PPORun:
             self.folder.end_if_done(num_steps)
             return saved, num_steps
         num_steps = count_steps(prompts, self.folder)
+        if replay is None:
+            check_curriculum(self.config, prompts, num_steps)
         if replay is None or replay.rollouts is None:
             return None, num_steps
         saved = self._read_rollouts(str(replay.rollouts), is_own=True)
@@ -348,6 +350,7 @@ class SamplerRun:
         assert setup.prompts is not None and setup.link is not None
         self.envs = setup.envs
         num_steps = count_steps(setup.prompts, setup.folder)
+        check_curriculum(setup.config, setup.prompts, num_steps)
         collector = make_collector(setup, setup.prompts, num_steps)
         self.engine = collector.player.engine
         evaluator = make_evaluator(setup, collector) if setup.tests else None
@@ -445,6 +448,21 @@ def make_ppo_workers(
             seed=config.trainer.seed,
         )
     return workers, frozen
+
+
+def check_curriculum(config: PPOConfig, prompts: Examples | Mixture, num_steps: int) -> None:
+    """ValueError if data.curriculum cannot start in `num_steps`: the first epoch plays all prompts.
+
+    How many prompts a step takes is not known with rollout.filter, which replaces some.
+    """
+    num_needed = len(prompts) // prompts.batch_size + 1
+    if config.data.curriculum and not config.rollout.filter and num_steps < num_needed:
+        raise ValueError(
+            f"data.curriculum={config.data.curriculum} has no effect in {num_steps} steps: the "
+            f"first epoch plays all {len(prompts)} prompts, and the second begins in step "
+            f"{num_needed}. "
+            "Raise trainer.max_steps or data.prompts_per_rollout, or leave data.curriculum out"
+        )
 
 
 def make_collector(
