@@ -12,14 +12,22 @@ One step on a CPU, with a small model in the folder MODEL:
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
-from rl2.rewards.maths import MAX_CHARACTERS, asked_scale, number, one_spelling, same_maths
+from rl2.rewards.maths import (
+    MAX_CHARACTERS,
+    asked_scale,
+    is_other_unit,
+    number,
+    one_spelling,
+    same_maths,
+)
 from rl2.rewards.text import last_boxed
 
 
 def reward_fn(messages, answer):
     r"""1.0 if the last \boxed{} of the reply holds the answer and nothing else, else 0.0."""
     field = last_boxed(messages[-1]["content"])
-    return float(same_maths(field, str(answer), asked=asked_scale(messages)))
+    is_right = same_maths(field, str(answer), asked=asked_scale(messages))
+    return float(is_right and not (r"\text" in field and is_other_unit(field, messages)))
 
 
 def extract(messages):

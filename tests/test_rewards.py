@@ -179,11 +179,21 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases):
 
 
 @needs_math_verify
-@pytest.mark.parametrize("half, most_accepted", [("A", 0), ("B", 5)])
-def test_verdicts_on_forms_that_were_written_before_the_checker(half, most_accepted):
-    """Half A was read while the checker was changed, half B only counted: 5 of 264 are accepted."""
+@pytest.mark.parametrize(
+    "name, half, most_accepted, most_denied",
+    [
+        ("maths_held_out", "A", 0, 0.04),
+        ("maths_held_out", "B", 5, 0.04),
+        ("maths_held_out_2", "A", 1, 0.04),
+        ("maths_held_out_2", "B", 6, 0.09),
+    ],
+)
+def test_verdicts_on_forms_that_were_written_before_the_checker(
+    name, half, most_accepted, most_denied
+):
+    """Halves A were read while the checker was changed, halves B only counted."""
     accepted, denied, num_right = [], [], 0
-    lines = (Path(__file__).parent / "cases" / "maths_held_out.jsonl").read_text("utf-8")
+    lines = (Path(__file__).parent / "cases" / f"{name}.jsonl").read_text("utf-8")
     for entry in filter(lambda entry: entry["half"] == half, map(json.loads, lines.splitlines())):
         form = "#### FIELD" if entry["env"] == "gsm8k" else r"So it is \boxed{FIELD}."
         num_right += len(entry["right"])
@@ -194,7 +204,7 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(half, most_accep
             if judge(reward_fn, reply, answer, entry["question"]) != is_right:
                 (denied if is_right else accepted).append((reply, answer))
     assert len(accepted) <= most_accepted
-    assert len(denied) <= 0.04 * num_right
+    assert len(denied) <= most_denied * num_right
 
 
 @needs_math_verify
@@ -212,6 +222,15 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(half, most_accep
         (r"x\ne 2", r"x\neq 2", True),
         (r"\text{five}", "5", True),
         (r"\text{no solution}", r"\emptyset", True),
+        (r"6.7\times 10^{-5}", ".0000672", False),
+        (r"6.72\cdot 10^{-5}", ".0000672", True),
+        (r"\pm\sqrt3", r"(-\sqrt{3},\sqrt{3})", False),
+        (r"(-\infty,-1]\cup[3,\infty)", r"x\le-1 \text{ or } x\ge3", True),
+        (r"\{x\mid x<2\text{ or }x>3\}", r"(-\infty,2)\cup(3,\infty)", True),
+        (r"7\ge x\ge-2", "[-2,7]", True),
+        (r"\pi n\ (n\in\mathbb Z)", r"x=k\pi,k\in\mathbb{Z}", True),
+        (r"2\pi n\ (n\in\mathbb Z)", r"x=k\pi,k\in\mathbb{Z}", False),
+        (r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
     ],
 )
 def test_units_approximations_ratios_and_words(field, answer, is_same):
@@ -228,6 +247,13 @@ def test_a_percentage_is_the_number_that_the_question_asks_for():
         ("How many dozens of eggs are there?", "7", "7 dozens", True),
         ("How many eggs are there?", "84", "7 dozen", True),
         ("How many eggs are there?", "7", "7 dozen", False),
+        ("It grows an arm every 3 days. How many arms has it after 15 days?", "5", "5 days", False),
+        ("How many milliliters are in it at 65 degrees?", "75", "75 degrees", False),
+        ("It charges for 30 minutes. How long is that, in hours?", "2", "2 minutes", False),
+        ("It drives at 70 mph. How long did the trip take?", "6", "6 minutes", False),
+        ("It drives at 70 mph. How long did the trip take?", "6", "The trip took 6 hours.", True),
+        ("How many eggs are laid a week?", "21", "21 eggs a week", True),
+        ("It costs $2. How much are 2?", "4", "Maci pays $4", True),
     ]:
         messages = [{"role": "user", "content": question}]
         messages.append({"role": "assistant", "content": f"#### {field}"})

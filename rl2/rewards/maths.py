@@ -67,11 +67,18 @@ INTERVAL = re.compile(r"(?:[a-zA-Z]\\in)?([(\[\]])([^()\[\]]+,[^()\[\]]+)([)\[\]
 BOUND = r"[^<>=,a-zA-Z]*(?:\\(?:frac|sqrt|pi|infty)[^<>=,a-zA-Z]*)*"
 LESS, GREATER = r"(<|\\lt|\\le)", r"(>|\\gt|\\ge)"
 BETWEEN = re.compile(rf"({BOUND}){LESS}[a-zA-Z]{LESS}({BOUND})")
+DOWN = re.compile(rf"({BOUND}){GREATER}[a-zA-Z]{GREATER}({BOUND})")
 FROM = re.compile(rf"[a-zA-Z]{GREATER}({BOUND})|({BOUND}){LESS}[a-zA-Z]")
 UNEQUAL = re.compile(rf"[a-zA-Z]\\ne({BOUND})")
 UP_TO = re.compile(rf"[a-zA-Z]{LESS}({BOUND})|({BOUND}){GREATER}[a-zA-Z]")
 # A letter alone, also inside \text{}
 CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", re.ASCII)
+
+
+# A formula for each whole number: k\pi, k \in \mathbb{Z}
+FAMILY = re.compile(
+    r"(.+?)(?:\\[,; ]|\\q?quad|[\s,;(])*([a-zA-Z])\s*\\in\s*\\mathbb\s*\{?([NZQR])\}?[\s).]*"
+)
 
 
 def same_number(field: str | None, answer: str | float) -> bool:
@@ -106,11 +113,14 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
     _check_math_verify()
     if field is None or len(field) > len(answer) + MAX_CHARACTERS:
         return False
-    if not SCALE.search(one_spelling(answer)):
-        field = without_scale(field, asked)
+    stripped = number(without_scale(field, asked)) if asked else None
+    if stripped is not None and stripped == number(without_scale(answer, asked)):
+        return True
     field = _with_commas(field)
     if _is_other_unit(field, answer):
         return False
+    if families := _families(field, answer):
+        return same_maths(*families, cpu_seconds)
     value, expected = number(field), number(answer)
     if value is not None and expected is not None:
         return _is_close(value, expected)
@@ -122,26 +132,27 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
         return all(same_maths(side, answer, cpu_seconds) for side in sides)
     exact, approximately, decimal = spelling.partition(r"\approx")
     if approximately and approximately not in expected_spelling:
-        rounded = re.fullmatch(r"-?\d+(?:\.(\d+))?", decimal.replace(",", ""))
-        return (
-            rounded is not None
-            and same_maths(exact, answer, cpu_seconds)
-            and _ask_math_verify(
-                json.dumps([str(float(rounded[0])), answer, cpu_seconds, len(rounded[1] or "")])
-            )
-        )
+        return same_maths(exact, answer, cpu_seconds) and _rounds_to(answer, decimal, cpu_seconds)
     if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
         return False
     if expected is not None and LETTER.search(plain_field(field)):
         return False
-    field, answer = in_latex(field), in_latex(answer)
-    field, answer = KNOWN_UNIT.sub(" ", field), KNOWN_UNIT.sub(" ", answer)
-    field = JUXTAPOSED.sub(r"\1\\cdot(", field)
-    if INTERVAL.fullmatch(expected_spelling) or re.search(r"\\cup|\\ne", expected_spelling):
-        field, answer = _as_interval(spelling) or field, _as_interval(expected_spelling) or answer
+    interval, expected_interval = _as_interval(spelling), _as_interval(expected_spelling)
+    if expected_interval or r"\cup" in expected_spelling:
+        field, answer = interval or field, expected_interval or answer
+    field, answer = (KNOWN_UNIT.sub(" ", in_latex(text)) for text in (field, answer))
     # It would ignore the text, as a unit: 3\text{ or 4}.
-    field = ALTERNATIVE.sub(r" \1 ", field)
+    field = ALTERNATIVE.sub(r" \1 ", JUXTAPOSED.sub(r"\1\\cdot(", field))
     return _ask_math_verify(json.dumps([field, answer, cpu_seconds, None]))
+
+
+def _rounds_to(answer: str, decimal: str, cpu_seconds: float) -> bool:
+    """Returns whether a decimal is the rounded answer."""
+    rounded = re.fullmatch(r"-?\d+(?:\.(\d+))?", decimal.replace(",", ""))
+    if rounded is None:
+        return False
+    request = [str(float(rounded[0])), answer, cpu_seconds, len(rounded[1] or "")]
+    return _ask_math_verify(json.dumps(request))
 
 
 def _with_commas(field: str) -> str:
@@ -149,6 +160,14 @@ def _with_commas(field: str) -> str:
     field = plain_field(field)
     replaced = field if "," in field else re.sub(r"(?<!\\);", ", ", field)
     return field if number(replaced) is not None else replaced
+
+
+def _families(field: str, answer: str) -> tuple[str, str] | None:
+    r"""Returns both formulas, with one letter, of n\pi, n\in\mathbb{Z} and k\pi, k\in\mathbb{Z}."""
+    found, expected = FAMILY.fullmatch(in_latex(field)), FAMILY.fullmatch(in_latex(answer))
+    if found is None or expected is None or found[3] != expected[3]:
+        return None
+    return re.sub(rf"(?<![a-zA-Z]){found[2]}(?![a-zA-Z])", expected[2], found[1]), expected[1]
 
 
 def _is_other_unit(field: str, answer: str) -> bool:
@@ -165,7 +184,7 @@ def _is_other(spelling: str, expected: str) -> bool:
         return True
     if expected_ends := INTERVAL.fullmatch(expected):
         ends = INTERVAL.fullmatch(_as_interval(spelling) or "")
-        if spelling.startswith(r"\{") or (
+        if re.search(r"^\\\{|\\pm", spelling) or (
             ends and ends[1] + ends[3] != expected_ends[1] + expected_ends[3]
         ):
             return True
@@ -208,6 +227,8 @@ def _as_interval(spelling: str) -> str | None:
         return f"{'(' if opening == ']' else opening}{inside}{')' if closing == '[' else closing}"
     if match := BETWEEN.fullmatch(spelling):
         low, above, below, high = match.groups()
+    elif match := DOWN.fullmatch(spelling):
+        high, below, above, low = match.groups()
     elif match := FROM.fullmatch(spelling):
         low, above, below, high = match[2] or match[3], match[1] or match[4], "<", r"\infty"
     elif match := UP_TO.fullmatch(spelling):

@@ -1,7 +1,7 @@
 """The number that a field holds, alone (`number`) or in prose (`quantity`), as an exact Fraction.
 
-In doubt there is none. What may be beside a number is listed here, so that a sign or a word that
-nobody has thought of makes the field wrong, not right.
+In doubt there is none. A second number beside it, a sign that is not listed here
+and a word that may change it put it in doubt.
 """
 
 import ast
@@ -55,9 +55,7 @@ PROSE = re.compile(
 WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?(?:\^?[23²³](?!\w))?|\S")
 VARIABLE = re.compile(r"(?:^|\s)[a-z]\s*=\s*$", re.IGNORECASE)
 WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
-# Words, and nothing else, that may introduce a number: not "at least", "half of" or "minus".
-BEFORE = set(WORDS["before"])
-# Words after a number that make it another number, or put it in doubt.
+# Words beside a number that make it another number, or put it in doubt.
 DOUBTFUL = {
     *WORDS["numbers"],
     *WORDS["parts"],
@@ -66,7 +64,9 @@ DOUBTFUL = {
 }
 EQUALS = re.compile(r"(?<![<>!=])=(?!=)")
 WITH_SUM = re.compile(r"([^(]+)\(([\d\s.,$+*/-]+)\)\.?")  # 5 apples (2 + 3)
-SCIENTIFIC = re.compile(r"(\d+(?:\.\d+)?) ?(?:\\times|×|\*) ?10\^\{?(\d)(?:\}|(?!\d))", re.ASCII)
+SCIENTIFIC = re.compile(
+    r"(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|×|\*) ?10\^\{?(-?\d{1,2})(?:\}|(?!\d))", re.ASCII
+)
 VARIABLE_ALONE = re.compile(r"\W*(?:[a-z]|[a-z ]*(?:is|total|answer)):?\W*", re.IGNORECASE)
 FORMULA = re.compile(r"[\d\s.+*/()-]{1,100}", re.ASCII)
 OPERATORS: dict[type, Callable] = {
@@ -89,6 +89,22 @@ MEASURE = re.compile(
 SPEED = re.compile(
     r"speed|fast|rate|pace|mph|km/h|per (?:hour|minute|second)|an hour", re.IGNORECASE
 )
+# Questions for one dimension
+DIMENSIONS = {
+    "money": re.compile(
+        r"\bhow much (?:money|(?:do|does|did|will) .*(?:cost|pay|earn))", re.IGNORECASE
+    ),
+    "length": re.compile(r"\bhow (?:far|tall|high|wide|deep)\b", re.IGNORECASE),
+}
+HOW_MANY = re.compile(r"\bhow many\b([^?.]*)", re.IGNORECASE)
+IN_UNITS = re.compile(
+    r"\bin ((?:square |cubic )?(?:[a-z]+s|feet)(?: (?:per|an) \w+)?)\b", re.IGNORECASE
+)
+MENTIONED = re.compile(r"[a-z]{3,}|(?<=\d)[a-z]+|(?<=\d )(?!in\b)[a-z]+|[$€£¢]")
+# Words after which a measure is not what a number counts: 21 eggs a week
+PREPOSITION = re.compile(
+    r"\b(?:per|an?|each|every|last|this|in|for|from|on|at|by|is|does|did|do)\b|/"
+)
 # Letters that are units: after a space, and after the digits, where m may be millions.
 LETTER_UNITS, GLUED_UNITS = set("ghlmsCFLW"), set("ghlsL")
 
@@ -103,7 +119,8 @@ def number(field: str | None) -> Fraction | None:
     text = one_spelling(field)
     if repeating := REPEATING.fullmatch(text):
         return _repeating_decimal(*repeating.groups())
-    match = NUMBER.fullmatch(SIMPLE_FRACTION.sub(_plain_fraction, text))
+    text = SCIENTIFIC.sub(_in_full, SIMPLE_FRACTION.sub(_plain_fraction, text))
+    match = NUMBER.fullmatch(text)
     if match is None:
         return None
     sign, whole, digits, bottom, scale = match.groups()
@@ -112,6 +129,11 @@ def number(field: str | None) -> Fraction | None:
     value = Fraction(digits.replace(",", "")) / int(bottom or 1) + int(whole or 0)
     value *= SCALES[scale.lower()] if scale else 1
     return -value if sign == "-" else value
+
+
+def _in_full(match: re.Match) -> str:
+    """Returns 0.00067 for 6.7 times 10^-4."""
+    return f"{Decimal(f'{match[1]}e{match[2]}'):f}"
 
 
 def _plain_fraction(match: re.Match) -> str:
@@ -198,34 +220,51 @@ def units(text: str) -> Iterator[tuple[str, str, str]]:
         dimension, name = MEASURES.get(word, ("", ""))
         if dimension == "length" and over:
             dimension = "speed"
-            name += " per " + over
+            name += " per " + MEASURES[over][1]
         power = power or {"sq": "2", "cu": "3"}.get(square[:2], "")
         if dimension and (word != "in" or power):  # else the preposition
             yield dimension, name, power
 
 
 def is_other_unit(field: str, messages: list[dict]) -> bool:
-    """Returns whether a field has another unit than the question: cents where it has dollars only.
+    """Returns whether the unit after the number of a field is not one that the question asks for.
 
-    A speed answers only a question for one.
+    "How many cents" and "in cents" ask for cents, "how many apples" for none, and any other
+    question for the units that it has, if it has any.
     """
-    field = re.sub(r"^.*=", "", field)
     question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    found = unit(field)
-    if found is None or not isinstance(question, str):
+    match = PROSE.fullmatch(in_prose(re.sub(r"^.*=", "", field)))
+    if match is None or not isinstance(question, str):
         return False
-    asked = set(units(question))
-    if found[0] == "speed" and not SPEED.search(re.split(r"[.!]\s", question.strip())[-1]):
+    found = _counted(match["currency"] or match["after"])
+    if found is None:
+        return False
+    last_sentence = re.split(r"[.!]\s", question.strip())[-1]
+    counts = list(map(_counted, HOW_MANY.findall(last_sentence)))
+    asked = {*filter(None, counts), *map(_counted, IN_UNITS.findall(last_sentence))} - {None}
+    if counts or asked:
+        return found[1] not in {name for _, name, _ in asked}
+    if found[0] == "speed" and not SPEED.search(last_sentence):
         return True
-    names = {name for dimension, name, _ in asked if dimension == found[0]}
-    if found[0] == "length":  # 60 mph asks for miles
-        names |= {name.split()[0] for dimension, name, _ in asked if dimension == "speed"}
-    return bool(names) and found[1] not in names
+    if any(d != found[0] and asks.search(last_sentence) for d, asks in DIMENSIONS.items()):
+        return True
+    question = question.replace(r"\circ", " degrees ")
+    words = MENTIONED.findall(re.sub(r"\b(?:m|k|km)ph\b", "mile km hour", question.lower()))
+    mentioned = {*map(MEASURES.get, words)} - {None}
+    names = {name for dimension, name in mentioned if dimension in (found[0], "length", "time")}
+    if found[0] in ("money", "time") and all(dimension != found[0] for dimension, _ in mentioned):
+        return False
+    return bool(mentioned) and not names.issuperset(found[1].split(" per "))
+
+
+def _counted(text: str) -> tuple[str, str, str] | None:
+    """Returns the measure among the words with which a text begins: miles in "more miles a day"."""
+    return unit(text) if unit(" ".join(PREPOSITION.split(text)[0].split()[:4])) else None
 
 
 def _one_quantity(field: str) -> Fraction | None:
     """Returns the number of a field without an equation."""
-    text = SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", in_prose(field))
+    text = SCIENTIFIC.sub(_in_full, in_prose(field))
     match = PROSE.fullmatch(text)
     if match is None or ".." in text or (match["sign"] and match["minus"]):
         return None
@@ -236,9 +275,17 @@ def _one_quantity(field: str) -> Fraction | None:
 
 
 def _introduces(text: str) -> bool:
-    """Whether words before a number say that it is the answer: "So x =", "The answer is"."""
+    """Whether words before a number leave it as it is: "So x =", "Tom has", but not "at least"."""
     words = WORD.findall(VARIABLE.sub(" ", text).lower())
-    return all(word in BEFORE for word in words) and words.count("=") <= 1
+    return (
+        words.count("=") <= 1
+        and words[-1:] not in (["a"], ["i"])
+        and all(
+            word in ("i", "a", *",:=")
+            or (word.replace("'", "").isalpha() and len(word) > 1 and not _is_doubtful(word))
+            for word in words
+        )
+    )
 
 
 def _is_unit(text: str, is_money: bool) -> bool:
@@ -261,8 +308,13 @@ def _is_unit_word(word: str, letters: set[str]) -> bool:
     base = word.rstrip("^23²³'")
     if len(base) == 1:
         return base in letters
-    parts = base.lower().split("-")
-    return base[:1].isalpha() and not {base.lower(), *parts} & DOUBTFUL
+    return base[:1].isalpha() and not _is_doubtful(base)
+
+
+def _is_doubtful(word: str) -> bool:
+    """Whether a word makes a number another one or puts it in doubt: half, isn't, one-third."""
+    parts = {word.lower(), *word.lower().split("-")}
+    return word.lower().endswith("n't") or bool(parts & DOUBTFUL)
 
 
 def asked_scale(messages: list[dict]) -> str:

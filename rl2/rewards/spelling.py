@@ -47,6 +47,7 @@ ROOTS = [
     (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
     (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"√\s*(?=\{)", r"\\sqrt"),
+    (r"\\\\\s*\[[\d.]*(?:pt|em|ex|mm|cm)\]", r"\\\\"),  # the height of a row
 ]
 COMMANDS: dict[str, int | str | None] = {
     "π": r"\pi ",
@@ -95,6 +96,7 @@ SPELLINGS = [
     (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
     (r"\\sqrt([^{\\\[\s])", r"\\sqrt{\1}"),
     (r"\.$", ""),
+    (r"^\\\{[a-zA-Z](?:\\in\\mathbb\{?R\}?)?(?:\\mid|[|:])(.*)\\\}$", r"\1"),  # {x | x > 2}
     # Bases: (12)_{(5)}, 12 in base 5
     (r"\(?(\d+)\)?\s*\(?(?:in)?(?:_|base)\{?\(?(\d+)\)?\}?\)?$", r"\1_{\2}"),
 ]
@@ -115,7 +117,6 @@ PROSE_SPELLINGS = [
     (r"\\[()\[\],;: ]|\*\*|__|`", " "),
     (r"^\s*\*([^*]*)\*\s*$", r"\1"),
     # Dollars around a formula, not those before an amount
-    (r"\$\$([^$]*)\$\$", r" \1 "),
     (r"\$\s*(\$?[^$]*)\$(?!\s*\d)", r" \1 "),
     (r"(\d) ?per ?cent(?![a-z])", r"\1%"),
     (r"(\d)k(?!\w)", r"\1 thousand"),
