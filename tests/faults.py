@@ -91,14 +91,17 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
         assert not (folder / f"loading_{i}").exists()
 
 
-def start_slow_run(runs: ForkedRuns, folder: Path, name: str, *more: str) -> ForkedRun:
+def start_slow_run(
+    runs: ForkedRuns, folder: Path, name: str, *more: str, world: int = 1
+) -> ForkedRun:
     """A run that can be evaluated and whose steps take a second, behind the start of step 1."""
 
     def prepare(rank: int) -> None:
         before(Worker, "update", lambda: (print("update begins", flush=True), time.sleep(0.5)))
 
     test = f"data.test_path={folder / 'rows.jsonl'}"
-    run = runs.start(1, "sft", arguments(folder, name, test, "trainer.n_epochs=9", *more), prepare)
+    words = arguments(folder, name, test, "trainer.n_epochs=9", *more)
+    run = runs.start(world, "sft", words, prepare)
     run.wait_for(lambda: "update begins" in run.output)
     return run
 
@@ -138,17 +141,17 @@ def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: 
 def check_a_stop_tells_its_time_and_the_last_checkpoint(runs: ForkedRuns, folder: Path) -> None:
     """A lost terminal stops a run too. The second signal ends it before the step is saved."""
     signals.SECONDS_OF_ONE_REQUEST = 0.05
-    for step, duration in ((1, "first step"), (2, r"last step took \d+ s")):
+    for step, world, duration in ((1, 2, "first step"), (2, 1, r"last step took \d+ s")):
         name = f"told_{step}"
-        run = start_slow_run(runs, folder, name, "trainer.save_freq=1")
-        run.wait_for(lambda run=run, step=step: run.output.count("update begins") == step)
+        run = start_slow_run(runs, folder, name, "trainer.save_freq=1", world=world)
+        run.wait_for(lambda run=run, n=step * world: run.output.count("update begins") == n)
         run.send(signal.SIGHUP)
         run.wait_for(lambda run=run: "stopping" in run.output)
         [line] = [line for line in run.output.splitlines() if "stopping" in line]
         assert re.search(duration, line), line
         time.sleep(0.1)
         run.send(signal.SIGHUP)
-        assert run.wait(5) == [128 + signal.SIGHUP], run.output
+        assert run.wait(5) == [128 + signal.SIGHUP] * world, run.output
         last = run.output.splitlines()[-1]
         newest = f"{folder / name}/checkpoints/step_1"
         assert (newest in last) == (step == 2) and ("no checkpoint" in last) == (step == 1), last

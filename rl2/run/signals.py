@@ -94,10 +94,10 @@ class StopSignal:
         if self.requested_at is None:
             self.request()
             limit = "A second signal ends the run at once"
-            if _is_under_torchrun():  # which forwards signals, and ends at a second one itself
-                limit = "torchrun kills the run 30 s after a signal, and at once at a second one"
+            if _is_under_torchrun():  # which forwards the signals
+                limit += ", and torchrun kills it 30 s after the last one"
             _print_once_a_node(f"{self.describe()} {limit}; then {self.describe_loss()}.")
-        elif self.is_repeated() and not _is_under_torchrun():
+        elif self.is_repeated():
             _print_once_a_node(f"ended at once; {self.describe_loss()}.")
             os._exit(128 + number)
 

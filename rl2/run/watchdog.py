@@ -88,17 +88,23 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def lost_ranks(self) -> list[str]:
-        """The ranks that give no sign of life, by name. Takes a few intervals."""
+        """The ranks that give no sign of life, by name, where one or more of the others ended.
+
+        Takes a few intervals, or fewer if all but one have given a sign.
+        """
         if self.store is None:
             return []
         try:
             store = self.store.clone()
             before = _read_signs(store, self.world_size)
-            time.sleep(INTERVALS_WITHOUT_LIFE * self.interval)
-            after = _read_signs(store, self.world_size)
+            for _ in range(INTERVALS_WITHOUT_LIFE):
+                time.sleep(self.interval)
+                after = _read_signs(store, self.world_size)
+                lost = [rank for rank in after if after[rank] == before.get(rank)]
+                if len(lost) == 1 and lost != [self.rank]:
+                    break
         except (dist.DistError, RuntimeError):
             return ["the machine that keeps torchrun's store"]
-        lost = [rank for rank in after if after[rank] == before.get(rank)]
         return [f"rank {rank} {after[rank].process}" for rank in lost]
 
     def _run(self) -> None:
