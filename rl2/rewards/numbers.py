@@ -240,8 +240,9 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
     if found is None:
         return False
     last_sentence = re.split(r"[.!]\s", question.strip())[-1]
-    counts = list(map(_counted, HOW_MANY.findall(last_sentence)))
-    asked = {*filter(None, counts), *map(_counted, IN_UNITS.findall(last_sentence))} - {None}
+    counts = HOW_MANY.findall(last_sentence)
+    texts = [*counts, *IN_UNITS.findall(last_sentence)]
+    asked = [counted for text in texts if (counted := _counted(text)) is not None]
     if counts or asked:
         return found[1] not in {name for _, name, _ in asked}
     if found[0] == "speed" and not SPEED.search(last_sentence):
@@ -250,7 +251,7 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
         return True
     question = question.replace(r"\circ", " degrees ")
     words = MENTIONED.findall(re.sub(r"\b(?:m|k|km)ph\b", "mile km hour", question.lower()))
-    mentioned = {*map(MEASURES.get, words)} - {None}
+    mentioned = {MEASURES[word] for word in words if word in MEASURES}
     names = {name for dimension, name in mentioned if dimension in (found[0], "length", "time")}
     if found[0] in ("money", "time") and all(dimension != found[0] for dimension, _ in mentioned):
         return False
