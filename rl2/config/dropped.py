@@ -1,0 +1,8 @@
+"""What rl2 no longer has, with what to use instead."""
+
+# (last part of the key, value) -> the answer
+DROPPED_VALUES = {
+    ("optimizer", "adamw_8bit"): (
+        "it was dropped; use adamw with offload_optimizer=true, or muon, which has one moment"
+    ),
+}
