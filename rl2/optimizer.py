@@ -1,6 +1,4 @@
-"""The optimizers of a worker: AdamW, Muon and 8-bit AdamW, their learning rate and the gradient's
-norm.
-"""
+"""The optimizers of a worker: AdamW and Muon, their learning rate and the gradient's norm."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -11,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
-from rl2.parallel.bitsandbytes_kernels import load_kernels
 from rl2.parallel.mesh import all_reduce_sum_
 from rl2.parallel.offload import (
     as_sharded,
@@ -28,7 +24,6 @@ from rl2.rounding import ceil_div
 # A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
 ShardedParameter = Any
 ADAMW_EPS = 1e-8
-BLOCK = 256  # 8-bit moments with a scale in common, as in the kernels of bitsandbytes
 MUON_MOMENTUM = 0.95
 # Of Newton-Schulz iterations a X + b (X X^T) X + c (X X^T)^2 X, as in torch.optim.Muon.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -178,139 +173,6 @@ class Muon:
                 entry.copy_(state[key])
 
 
-class AdamW8bit:
-    """AdamW with 8-bit moments (Dettmers et al., 2022, arXiv:2110.02861) for the weights of
-    `matrices` whose rows have at least 256 weights, `AdamW` for the other parameters.
-
-    The kernels are those of bitsandbytes. A moment takes one byte, its place among 256 values, and
-    a block has a scale of 4 bytes, its largest moment. A block is 256 neighbours in a row; the last
-    one of a row may be shorter. No block has weights of two rows, so all layouts that cut a matrix
-    between rows have the same blocks.
-
-    ValueError if a layout cuts the rows of a matrix inside a block.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[str, ShardedParameter],
-        matrices: Collection[str],
-        weight_decay: float,
-        in_host_memory: bool = False,
-        betas: Sequence[float] = (0.9, 0.999),
-    ):
-        kernels = load_kernels()
-        self.matrices = {}
-        for name, parameter in parameters.items():
-            if name in matrices and parameter.shape[-1] >= BLOCK:
-                check_rows_are_whole_blocks(name, parameter)
-                self.matrices[name] = parameter
-        others = {name: p for name, p in parameters.items() if name not in self.matrices}
-        self.adamw = AdamW(others, weight_decay, in_host_memory, betas)
-        self.weight_decay = weight_decay
-        self.betas = tuple(betas)
-        self.in_host_memory = in_host_memory
-        self.num_steps = 0
-        self.kernel = kernels.optimizer_update_8bit_blockwise
-        device = next(iter(parameters.values())).device
-        # Of the 256 codes: those of the gradient's mean have a sign.
-        self.values = kernels.create_dynamic_map(signed=True).to(device)
-        self.square_values = kernels.create_dynamic_map(signed=False).to(device)
-        # Of all matrices in a row: codes and scales of exp_avg, then of exp_avg_sq.
-        likes = []
-        for parameter in self.matrices.values():
-            shard = local_shard(parameter)
-            *rows, width = shard.shape
-            num_blocks = ceil_div(width, BLOCK)
-            codes = shard.new_empty((), dtype=torch.uint8).expand(*rows, num_blocks * BLOCK)
-            scales = shard.new_empty(()).expand(*rows, num_blocks)
-            likes += [codes, scales, codes, scales]
-        states = iter(zeros_like_all(likes, in_host_memory))
-        keys = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
-        # Name of the parameter -> key -> shard.
-        self.states = {name: {key: next(states) for key in keys} for name in self.matrices}
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Changes the parameters by their gradients, with the learning rate `lr`."""
-        self.num_steps += 1
-        for name, parameter in self.matrices.items():
-            shard = local_shard(parameter)
-            homes = self.states[name].values()
-            states = [home.to(shard.device, non_blocking=True) for home in homes]
-            if shard.numel():
-                flat_states = [state.view(-1) for state in states]
-                self._change(lr, shard, local_shard(parameter.grad), *flat_states)
-            if self.in_host_memory:
-                for home, state in zip(homes, states, strict=True):
-                    home.copy_(state, non_blocking=True)
-        self.adamw.step(lr)
-
-    def _change(self, lr: float, shard, gradient, codes, scales, square_codes, square_scales):
-        """One step of a shard; its states are flat. Rows that end inside a block are copied and
-        filled with 0.
-        """
-        width = shard.shape[-1]
-        padding = -width % BLOCK
-        weights = shard
-        if padding:
-            weights, gradient = pad(shard, (0, padding)), pad(gradient, (0, padding))
-        beta1, beta2 = self.betas
-        self.kernel(
-            "adam",
-            gradient.view(-1),  # the kernels read memory, so this must not be a strided view
-            weights.view(-1),
-            codes,
-            square_codes,
-            beta1,
-            beta2,
-            beta3=0.0,  # of AdEMAMix, as alpha is
-            alpha=0.0,
-            eps=ADAMW_EPS,
-            step=self.num_steps,
-            lr=lr,
-            qmap1=self.values,
-            qmap2=self.square_values,
-            absmax1=scales,
-            absmax2=square_scales,
-            weight_decay=self.weight_decay,
-        )
-        if padding:
-            shard.copy_(weights[..., :width])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sharded state by names: of each matrix two [..., width] of codes, with the width
-        rounded up to blocks, and two [..., blocks] of scales.
-        """
-        entries = self.adamw.state_dict()
-        for name, parameter in self.matrices.items():
-            wait_for_copies(parameter.device)
-            entries[f"state.{name}.step"] = torch.tensor(float(self.num_steps))
-            num_blocks = ceil_div(parameter.shape[-1], BLOCK)
-            for key, shard in self.states[name].items():
-                width = num_blocks * BLOCK if key.endswith("codes") else num_blocks
-                entries[f"state.{name}.{key}"] = as_sharded(shard, parameter, width)
-        return entries
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned, in the same memory."""
-        self.adamw.load_state_dict(state)
-        for name in self.matrices:
-            self.num_steps = int(state[f"state.{name}.step"])  # the same number for all
-        for key, entry in self.state_dict().items():
-            if key.endswith(("_codes", "_scales")):
-                entry.copy_(state[key])
-
-
-def check_rows_are_whole_blocks(name: str, parameter: ShardedParameter) -> None:
-    """ValueError if the processes cut the rows of a parameter inside a block of 8-bit moments."""
-    width = local_shard(parameter).shape[-1]
-    if width < parameter.shape[-1] and width % BLOCK:
-        raise ValueError(
-            f"optimizer=adamw_8bit needs parts of {BLOCK} weights, and tp_size cuts the rows of "
-            f"{name} into parts of {width}: use another tp_size or optimizer=adamw"
-        )
-
-
 def make_optimizer(
     kind: str,
     parameters: dict[str, ShardedParameter],
@@ -318,20 +180,18 @@ def make_optimizer(
     weight_decay: float,
     in_host_memory: bool,
     betas: Sequence[float],
-) -> AdamW | Muon | AdamW8bit:
-    """Makes the optimizer called `kind`: adamw, muon or adamw_8bit.
+) -> AdamW | Muon:
+    """Makes the optimizer called `kind`: adamw or muon.
 
     `matrices` names the weights of matrices that map hidden states to hidden states.
     """
     if kind == "muon":
         return Muon(parameters, matrices, weight_decay, in_host_memory, betas)
-    if kind == "adamw_8bit":
-        return AdamW8bit(parameters, matrices, weight_decay, in_host_memory, betas)
     return AdamW(parameters, weight_decay, in_host_memory, betas)
 
 
 def hidden_matrices(hf: Any) -> set[str]:
-    """Returns the names in `hf` of the weights that Muon may move, or whose moments may be 8-bit.
+    """Returns the names in `hf` of the weights that Muon may move.
 
     They are matrices, or stacks of matrices [experts, out, in], which map hidden states to hidden
     states: not embeddings, the head, vectors or the taps of a convolution [channels, 1, width].

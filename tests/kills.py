@@ -84,7 +84,6 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),
-    "ppo_8bit": (2, f"{PPO} actor.model_name={{inputs}}/wide actor.optimizer=adamw_8bit"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),
     "sft_played": (2, f"{SFT} {PLAYED}"),
@@ -104,9 +103,8 @@ def reward_fn(messages, answer):
 
 
 def make_inputs(folder: Path) -> None:
-    """Two models, data and an env file."""
+    """A model, data and an env file."""
     make_model(folder / "tiny")
-    make_model(folder / "wide", intermediate_size=512)  # with rows for 8-bit moments
     (folder / "letters.py").write_text(LETTERS)
     prompts, conversations, pairs = [], [], []
     for i in range(8):

@@ -28,7 +28,6 @@ JOBS = {
         "dpo with adapters": (DPOConfig, {"lora_rank": 4}),
         "pairs of two rows": (RMConfig, {}),
         "muon": (SFTConfig, {"optimizer": "muon"}),
-        "8-bit moments": (SFTConfig, {"optimizer": "adamw_8bit"}),
     },
     2: {
         "fsdp": (SFTConfig, {}),
@@ -36,7 +35,6 @@ JOBS = {
         "ring": (SFTConfig, {"sp_size": 2}),
         "tensor parallel": (SFTConfig, {"tp_size": 2}),
         "ppo with muon": (PPOConfig, {"optimizer": "muon"}),
-        "8-bit moments": (SFTConfig, {"optimizer": "adamw_8bit"}),
     },
 }
 # The same for a model of more layers and fewer tokens. What is gathered of an embedding takes more

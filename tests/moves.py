@@ -24,18 +24,13 @@ LOSSES = {
     "muon": policy_loss,
     "lora": value_loss,
     "muon_lora": policy_loss,
-    "8bit": value_loss,
-    "8bit_lora": policy_loss,
 }
 
 
 def make_workers(name, device, layout):
-    """Actors and critics, with and without adapters. Muon or 8-bit AdamW trains those whose
-    names say so.
-    """
+    """Actors and critics, with and without adapters. Muon trains those whose names say so."""
     settings = {"lr": 1e-3, "warmup_ratio": 0.5, **layout}
     muon = {"optimizer": "muon", "weight_decay": 0.1, **settings}
-    eight_bit = {"optimizer": "adamw_8bit", "weight_decay": 0.1, **settings}
     torch.manual_seed(0)
     config = worker_config(name, **settings)
     adapted = worker_config(name, lora_rank=2, **settings)
@@ -45,8 +40,6 @@ def make_workers(name, device, layout):
         "muon": Worker(worker_config(name, **muon), device, False, 8),
         "lora": Worker(adapted, device, True, 8),
         "muon_lora": Worker(worker_config(name, lora_rank=2, **muon), device, False, 8),
-        "8bit": Worker(worker_config(name, **eight_bit), device, True, 8),
-        "8bit_lora": Worker(worker_config(name, lora_rank=2, **eight_bit), device, False, 8),
     }
 
 

@@ -56,30 +56,6 @@ CHAT = """
             text, calls, reason = await ask(client, model, messages)
             assert (text, reason) == ("6 and 8", "stop") and not calls
 """
-RESPONSES = """
-    import openai
-    TOOL = {"type": "function", "name": "double", "parameters": PARAMETERS, "strict": False}
-    async def ask(client, model, items):
-        asked = {"model": model, "input": items, "tools": [TOOL]}
-        if not STREAM:
-            return await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as stream:
-            numbers = [event.sequence_number async for event in stream]
-            assert numbers == sorted(numbers)
-            return await stream.get_final_response()
-    async def run(row, base_url, model, api_key):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            items = list(row["messages"])
-            answer = await ask(client, model, items)
-            assert answer.output_text == "Hm." and answer.status == "completed"
-            items += [item.to_dict() for item in answer.output]
-            for item in answer.output[1:]:
-                result = str(2 * json.loads(item.arguments)["x"])
-                output = {"type": "function_call_output", "call_id": item.call_id, "output": result}
-                items.append(output)
-            answer = await ask(client, model, items)
-            assert answer.output_text == "6 and 8" and answer.usage.output_tokens > 0
-"""
 ANTHROPIC = """
     import anthropic
     TOOL = {"name": "double", "input_schema": PARAMETERS}
@@ -105,7 +81,7 @@ ANTHROPIC = """
             assert answer.stop_reason == "end_turn" and answer.usage.output_tokens > 0
             assert [block.text for block in answer.content] == ["6 and 8"]
 """
-CLIENTS = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC}
+CLIENTS = {"chat": CHAT, "anthropic": ANTHROPIC}
 
 
 def run_env(*parts, stream=False):
@@ -134,7 +110,7 @@ AGENTS = """
 
     async def run(row, base_url, model, api_key):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            policy = agents.OpenAIResponsesModel(model=model, openai_client=client)
+            policy = agents.OpenAIChatCompletionsModel(model=model, openai_client=client)
             agent = agents.Agent(name="doubler", model=policy, tools=[double])
             question = row["messages"]
             if STREAM:
@@ -152,7 +128,7 @@ AGENTS = """
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_agents_of_openai_run_unchanged(tmp_path, stream):
-    """In their default protocol. All their requests extend one sequence."""
+    """With chat completions. All their requests extend one sequence."""
     pytest.importorskip("agents")
     script = [*SCRIPT, "yes"]
     env = run_env(AGENTS, stream=stream)
@@ -198,8 +174,8 @@ MIXED = """
         other = anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key)
         async with one, other:
             history = [{"role": "user", "content": "a"}]
-            answer = await one.responses.create(model=model, input=history)
-            history += [{"role": "assistant", "content": answer.output_text}]
+            answer = await one.chat.completions.create(model=model, messages=history)
+            history += [{"role": "assistant", "content": answer.choices[0].message.content}]
             history += [{"role": "user", "content": "b"}]
             answer = await other.messages.create(model=model, messages=history, max_tokens=9)
             # a sub-agent with a system prompt, and then a compaction
@@ -208,8 +184,7 @@ MIXED = """
             short = [{"role": "user", "content": "summary, then c"}]
             answer = await one.chat.completions.create(model=model, messages=short)
             short += [answer.choices[0].message, {"role": "user", "content": "d"}]
-            await one.responses.create(model=model, input=[short[0],
-                {"role": "assistant", "content": answer.choices[0].message.content}, short[2]])
+            await one.chat.completions.create(model=model, messages=short)
 """
 
 

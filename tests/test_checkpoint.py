@@ -18,13 +18,12 @@ from rl2.run.signals import user_errors
 
 
 def test_a_checkpoint_moves_between_layouts(tmp_path):
-    # Matrices with rows of 512 have 8-bit moments in the workers that ask for it.
-    name = make_model(tmp_path / "model", intermediate_size=512)
+    name = make_model(tmp_path / "model")
     folder = tmp_path / "run"
     launch(2, "tests/moves.py", name, folder, "save")
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
-    assert saved["versions"] == [2] * 7
+    assert saved["versions"] == [2] * 5
     # Sequence parallelism shards as "load" does.
     two_ranks = ["load", "load_hybrid", "load_tp"]
     launch(2, "tests/moves.py", name, folder, *two_ranks)

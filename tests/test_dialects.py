@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rl2.engine.base import SamplingParams
-from rl2.rollout.dialects import DIALECTS, anthropic_messages, chat_completions, responses
+from rl2.rollout.dialects import DIALECTS, anthropic_messages, chat_completions
 from rl2.rollout.dialects.form import Call, ChatAnswer, RequestError, parse_body
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), stop=("END",))
@@ -47,35 +47,6 @@ CHAT = {
     "max_completion_tokens": 5,
     "stop": "END",
 }
-RESPONSES_CALL = {"type": "function_call", "name": "double", "arguments": '{"x": 3}', "id": "fc_1"}
-RESPONSES = {
-    "model": "rl2",
-    "instructions": "be brief",
-    "input": [
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
-        },
-        {
-            "type": "message",
-            "id": "msg_1",
-            "role": "assistant",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "Hm.", "annotations": []}],
-        },
-        {**RESPONSES_CALL, "call_id": "call1"},
-        {**RESPONSES_CALL, "call_id": "call2"},
-        {"type": "function_call_output", "call_id": "call1", "output": "6"},
-        {
-            "type": "function_call_output",
-            "call_id": "call2",
-            "output": [{"type": "input_text", "text": "12"}],
-        },
-        MESSAGES[-1],
-    ],
-    "tools": [{"type": "function", "strict": True, **FUNCTION}],
-    "max_output_tokens": 5,
-}
 ANTHROPIC_CALL = {"type": "tool_use", "name": "double", "input": {"x": 3}}
 ANTHROPIC = {
     "model": "rl2",
@@ -109,14 +80,14 @@ ANTHROPIC = {
 
 @pytest.mark.parametrize(
     "dialect, body",
-    [(chat_completions, CHAT), (responses, RESPONSES), (anthropic_messages, ANTHROPIC)],
+    [(chat_completions, CHAT), (anthropic_messages, ANTHROPIC)],
 )
 def test_a_conversation_is_the_same_in_each_protocol(dialect, body):
     request = dialect.read(body, PARAMS)
     assert request.messages == MESSAGES
     assert request.tools == [TOOL]
     assert request.max_tokens == 5
-    assert request.stop == (() if dialect is responses else ("END",))
+    assert request.stop == ("END",)
 
 
 ANSWER = ChatAnswer("ab12", "four", (), False, None, 10, 3)
@@ -132,12 +103,10 @@ ANSWERS = {
 
 
 def answer_items(path, response):
-    """What a client sends back of a response, and the field of the request for it."""
+    """The messages that a client sends back of a response."""
     if path == "chat/completions":
-        return "messages", [response["choices"][0]["message"]]
-    if path == "responses":
-        return "input", response["output"]
-    return "messages", [{"role": "assistant", "content": response["content"]}]
+        return [response["choices"][0]["message"]]
+    return [{"role": "assistant", "content": response["content"]}]
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
@@ -146,27 +115,23 @@ def test_an_answer_comes_back_from_the_client_as_it_was(path, answer):
     """Else its conversation would not be continued."""
     dialect = DIALECTS[path]
     response = json.loads(json.dumps(dialect.write(answer, {})))
-    field, items = answer_items(path, response)
-    body = {"model": "rl2", field: [USER, *items, USER]}
+    body = {"model": "rl2", "messages": [USER, *answer_items(path, response), USER]}
     body |= {"max_tokens": 5} if path == "messages" else {}
     assert dialect.read(body, PARAMS).messages == [USER, answer.message(), USER]
 
 
 @pytest.mark.parametrize(
-    "name, reason, incomplete, stop_reason",
+    "name, reason, stop_reason",
     [
-        ("text", "stop", None, "end_turn"),
-        ("text and calls", "tool_calls", None, "tool_use"),
-        ("cut", "length", {"reason": "max_output_tokens"}, "max_tokens"),
-        ("stopped", "stop", None, "stop_sequence"),
+        ("text", "stop", "end_turn"),
+        ("text and calls", "tool_calls", "tool_use"),
+        ("cut", "length", "max_tokens"),
+        ("stopped", "stop", "stop_sequence"),
     ],
 )
-def test_an_answer_says_how_it_ended(name, reason, incomplete, stop_reason):
+def test_an_answer_says_how_it_ended(name, reason, stop_reason):
     answer = ANSWERS[name]
     assert chat_completions.write(answer, {})["choices"][0]["finish_reason"] == reason
-    response = responses.write(answer, {})
-    assert response["incomplete_details"] == incomplete
-    assert response["status"] == ("incomplete" if incomplete else "completed")
     message = anthropic_messages.write(answer, {})
     assert message["stop_reason"] == stop_reason
     assert message["stop_sequence"] == ("END" if name == "stopped" else None)
@@ -198,20 +163,6 @@ def test_chunks_of_chat_completions_give_the_message(answer):
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_events_of_responses_give_the_items(answer):
-    whole = responses.write(answer, {})
-    events = list(responses.stream(whole, {}))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[0]["type"] == "response.created" and events[0]["response"]["output"] == []
-    assert events[-1]["type"] == f"response.{whole['status']}" and events[-1]["response"] == whole
-    done = [event for event in events if event["type"] == "response.output_item.done"]
-    assert [event["item"] for event in done] == whole["output"]
-    assert [event["output_index"] for event in done] == list(range(len(done)))
-    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
-    assert text == answer.text
-
-
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_events_of_anthropic_give_the_blocks(answer):
     whole = anthropic_messages.write(answer, {})
     start, *events, delta, stop = anthropic_messages.stream(whole, {})
@@ -239,16 +190,6 @@ REFUSED = [
     ("chat/completions", {"stop": "x"}, "stop='x': add it to rollout.train_sampling_params.stop"),
     ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'"),
     ("chat/completions", {"messages": [USER, {"role": "assistant", "content": ""}]}, "assistant's"),
-    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id='resp_1': only None"),
-    ("responses", {"conversation": "conv_1"}, "conversation='conv_1': only None"),
-    ("responses", {"background": True}, "background=True: only False"),
-    ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format of type"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "a tool of type 'web_search'"),
-    ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "type 'reasoning'"),
-    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
-    ("responses", {"input": []}, "not empty"),
-    ("responses", {"input": [USER, RESPONSES_CALL | {"call_id": "1"}]}, "assistant's"),
-    ("responses", {"max_output_tokens": 0.5}, "max_tokens=0.5"),
     ("messages", {"stop_sequences": ["x"]}, "stop='x'"),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
@@ -264,10 +205,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("path, change, reason", REFUSED)
 def test_what_cannot_be_answered_is_refused_in_words(path, change, reason):
-    field = "input" if path == "responses" else "messages"
-    body = {"model": "rl2", "max_tokens": 5, field: [USER]}
-    if path == "responses":
-        del body["max_tokens"]
+    body = {"model": "rl2", "max_tokens": 5, "messages": [USER]}
     assert DIALECTS[path].read(body, PARAMS).messages == [USER]
     with pytest.raises(ValueError) as caught:
         DIALECTS[path].read({**body, **change}, PARAMS)
@@ -277,16 +215,13 @@ def test_what_cannot_be_answered_is_refused_in_words(path, change, reason):
 @pytest.mark.parametrize("path", DIALECTS)
 def test_another_model_is_not_found(path):
     with pytest.raises(RequestError, match="there is 'rl2' only") as caught:
-        DIALECTS[path].read({"model": "gpt", "messages": [USER], "input": "q"}, PARAMS)
+        DIALECTS[path].read({"model": "gpt", "messages": [USER]}, PARAMS)
     assert caught.value.status == 404
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_what_has_no_effect_is_ignored_with_a_warning(path):
-    body = {"model": "rl2", "messages": [USER], "input": "q", "max_tokens": 5}
-    del body["messages" if path == "responses" else "input"]
-    if path == "responses":
-        del body["max_tokens"]
+    body = {"model": "rl2", "messages": [USER], "max_tokens": 5}
     choice = {"type": "any"} if path == "messages" else "required"
     with pytest.warns(UserWarning, match="tool_choice of agents is ignored"):
         DIALECTS[path].read({**body, "tool_choice": choice, "metadata": {"a": "b"}}, PARAMS)

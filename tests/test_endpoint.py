@@ -509,6 +509,10 @@ def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
         ("send(base_url, {'model': 'rl2', 'messages': []}, **own)", "cannot be answered"),
         ("send(base_url, {'model': 'rl2', 'messages': [user('a')]})", "wrong API key"),
         ("send(base_url, {}, '/embeddings', **own)", "/v1/embeddings is not served"),
+        (
+            "send(base_url, {}, '/responses', **own)",
+            "/v1/responses is no longer in rl2: use chat/comp",
+        ),
         ("send(base_url, {}, '/' + base_url, **own)", "/SECRET/v1 is not served"),
     ],
 )

@@ -99,14 +99,6 @@ def test_grpo_learns_and_writes_its_files(setup, tmp_path):
     assert "step 12/12" in done.stdout + done.stderr and "loading" in done.stdout
 
 
-@pytest.mark.nightly
-def test_grpo_learns_with_8_bit_moments(tmp_path):
-    keys = letter_run(tmp_path, make_model(tmp_path / "wide", intermediate_size=512))
-    train(2, *keys, "actor.optimizer=adamw_8bit", f"trainer.save_dir={tmp_path / 'run'}")
-    rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "run")]
-    assert rewards[0] < 0.2 and rewards[-1] > 0.7
-
-
 def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     extra = [
         "adv.estimator=gae",

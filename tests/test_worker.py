@@ -7,10 +7,8 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-import bitsandbytes
 import pytest
 import torch
 from common import WINDOWED, launch, make_critic, make_model, make_tokenizer, run
@@ -36,7 +34,7 @@ from rl2.batch import Sample, collate
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import AdamW, AdamW8bit, hidden_matrices, orthogonalise, schedule
+from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
 from rl2.run.checkpoints import export_optimizer
 from rl2.trainer.ppo import leave_out_moved
@@ -283,67 +281,6 @@ def test_muon_gives_the_updates_of_torchs_muon_and_adamw(tmp_path, device, monke
         worker.optimizer.load_state_dict(state)
     for key, parameter in worker.trained_parameters.items():
         torch.testing.assert_close(parameter.full_tensor(), peers[key], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_adamw_8bit_gives_the_updates_of_bitsandbytes(tmp_path, device, offload):
-    """Rows of 256 weights are blocks; rows of 320 are two blocks, filled with zeros in the peer.
-
-    A checkpoint between two steps changes no bit.
-    """
-    name = make_model(tmp_path / "model", hidden_size=256, intermediate_size=320)
-    settings = {"weight_decay": 0.1, "betas": (0.5, 0.7)}
-    config = worker_config(
-        name, optimizer="adamw_8bit", offload_optimizer=offload, **settings | {"betas": [0.5, 0.7]}
-    )
-    worker = Worker(config, device, False, 8)
-    matrices = {}
-    others = {}
-    for key, parameter in worker.trained_parameters.items():
-        full = parameter.full_tensor().detach()
-        if key.endswith(("o_proj.weight", "norm.weight")) or "embed" in key:
-            others[key] = full.clone()
-        else:
-            matrices[key] = torch.nn.functional.pad(full, (0, -full.shape[1] % 256))
-    assert {matrix.shape[1] for matrix in matrices.values()} == {256, 512} and others
-    optimizers = [
-        bitsandbytes.optim.AdamW8bit(matrices.values(), lr=0.01, min_8bit_size=1, **settings),
-        torch.optim.AdamW(others.values(), lr=0.01, **settings),
-    ]
-    for _ in range(3):
-        for key, parameter in worker.trained_parameters.items():
-            peer = matrices.get(key, others.get(key))
-            gradient = torch.randn(parameter.shape)
-            parameter.grad = distribute_tensor(
-                gradient, parameter.device_mesh, parameter.placements
-            )
-            peer.grad = torch.zeros_like(peer)
-            peer.grad[..., : gradient.shape[-1]] = gradient
-        worker.optimizer.step(0.01)
-        for optimizer in optimizers:
-            optimizer.step()
-        state = {key: entry.clone() for key, entry in worker.optimizer.state_dict().items()}
-        for entry in worker.optimizer.state_dict().values():
-            entry.zero_()
-        worker.optimizer.num_steps = 0
-        worker.optimizer.load_state_dict(state)
-    for key, parameter in worker.trained_parameters.items():
-        full = parameter.full_tensor()
-        if key in matrices:
-            assert full.equal(matrices[key][:, : full.shape[1]]), key
-        else:
-            torch.testing.assert_close(full, others[key], rtol=0, atol=1e-6)
-    sizes = [entry.numel() * entry.element_size() for entry in state.values()]
-    num_codes = sum(matrix.numel() for matrix in matrices.values())
-    num_others = sum(other.numel() for other in others.values())
-    num_steps = len(matrices) + len(others)
-    assert sum(sizes) == 2 * (1 + 4 / 256) * num_codes + 8 * num_others + 4 * num_steps
-
-
-def test_rows_that_are_cut_inside_a_block_are_refused():
-    half = SimpleNamespace(shape=(4, 640), _local_tensor=torch.zeros(4, 320))
-    with pytest.raises(ValueError, match="the rows of down.weight into parts of 320: use another"):
-        AdamW8bit({"down.weight": half}, {"down.weight"}, weight_decay=0.0)
 
 
 def test_muon_takes_the_matrices_of_the_layers(tmp_path):

@@ -8,12 +8,14 @@ DROPPED = {
     "--plan": "rl2 plan TRAINER key=value ...",
     "--prompt-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
     "--answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
+    "optimizer=adamw_8bit": "muon, which has one moment, or adamw with offload_optimizer=true",
+    "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
     "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
 }
 
 
 def explain_dropped(name: str) -> str:
-    """Says that a command, an option, a key or a KEY=VALUE is gone; "" if it never was.
+    """Says that a command, an option, a path, a key or a KEY=VALUE is gone; "" if it never was.
 
     A key may be in any section.
     """

@@ -102,11 +102,9 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     if len(worker.betas) != 2:
         reason = "give two rates, of the gradient's mean and of its square's, as [0.9,0.999]"
         yield wrong_value(f"{name}.betas", worker.betas, reason)
-    of_bitsandbytes = {"optimizer": "adamw_8bit", "quantize_base": "nf4"}
-    for key, value in of_bitsandbytes.items():
-        if getattr(worker, key) == value and not is_installed("bitsandbytes"):
-            reason = "it needs bitsandbytes, which is not installed"
-            yield wrong_value(f"{name}.{key}", value, f"{reason}; pip install 'rl2[bitsandbytes]'")
+    if worker.quantize_base and not is_installed("bitsandbytes"):
+        reason = "it needs bitsandbytes, which is not installed; pip install 'rl2[bitsandbytes]'"
+        yield wrong_value(f"{name}.quantize_base", worker.quantize_base, reason)
     torch_version = installed_version("torch") or "0"
     if worker.quantize_base and version_pair(torch_version) < TORCH_OF_4_BITS:
         reason = f"it needs torch 2.13 or later, and this is {torch_version}"

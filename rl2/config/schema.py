@@ -381,9 +381,8 @@ class WorkerConfig(ModelConfig):
     )
     optimizer: str = key(
         "adamw",
-        "adamw, muon or adamw_8bit; muon: Muon for the matrices of the layers, AdamW for the "
-        "rest; adamw_8bit: AdamW with 8-bit moments of these matrices, by bitsandbytes",
-        choices=("adamw", "muon", "adamw_8bit"),
+        "adamw or muon; muon: Muon for the matrices of the layers, AdamW for the rest",
+        choices=("adamw", "muon"),
         identity=True,
     )
     lr: PositiveFloat = key(

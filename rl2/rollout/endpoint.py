@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
+from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
 from rl2.rollout.dialects import DIALECTS, Dialect
@@ -142,7 +143,8 @@ class Endpoint:
         address = self.addresses.get(secret)
         is_served = _find_dialect(request) or (request.method, path) == ("GET", "models")
         if address is None or not is_served:
-            raise RequestError(404, f"/v1/{path} is not served, or `run` has ended")
+            text = f"/v1/{path} is not served, or `run` has ended"
+            raise RequestError(404, explain_dropped(f"/v1/{path}") or text)
         authorization = request.headers.get("Authorization", "")
         given = request.headers.get("X-Api-Key") or authorization.removeprefix("Bearer ")
         for key in filter(None, (address.api_key, self.shared_key)):

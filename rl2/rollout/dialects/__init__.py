@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from rl2.engine.base import SamplingParams
-from rl2.rollout.dialects import anthropic_messages, chat_completions, responses
+from rl2.rollout.dialects import anthropic_messages, chat_completions
 from rl2.rollout.dialects.form import ChatAnswer, ChatRequest
 
 
@@ -30,7 +30,6 @@ class Dialect(Protocol):
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
         "chat/completions": chat_completions,
-        "responses": responses,
         "messages": anthropic_messages,
     }
 )

@@ -140,12 +140,12 @@ def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
     return stops
 
 
-def read_text(content: Any, types: Collection[str] = ("text",)) -> str:
-    """Returns the text of a content: a text, or a list of parts of these types."""
+def read_text(content: Any) -> str:
+    """Returns the text of a content: a text, or a list of parts of the type `text`."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.get("type", "text") not in types:
+        if part.get("type", "text") != "text":
             raise ValueError(f"content of type {part['type']!r} is not supported, only text")
     return "".join(part["text"] for part in content)
 
