@@ -39,7 +39,7 @@ COMMANDS = {
         "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
     ),
     "ls": Command("rl2.tools.ls", "lists runs: steps, rewards, results, state, size on disk"),
-    "chat": Command("rl2.tools.chat", "talks to the model of a run, beside its start model"),
+    "chat": Command("rl2.tools.chat", "talks to the model of a run, or of any model folder"),
     "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
     "diff": Command(
         "rl2.tools.diff", "finds where two runs first differ, and lists what else differs"

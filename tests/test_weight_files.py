@@ -120,6 +120,13 @@ def test_a_reward_model_with_other_weights_is_refused(tmp_path, device):
         Worker(worker_config(name), device, True, 4)
 
 
+def test_a_value_head_of_trl_is_named(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    write_files(name, {**read_files(name), "v_head.summary.weight": torch.ones(1, 8)})
+    with pytest.raises(ValueError, match="lacks v_head.summary.weight.*save the model below it"):
+        Worker(worker_config(name), device, False, 4)
+
+
 def test_a_reward_env_refuses_a_model_without_a_score_head(tmp_path):
     spec = importlib.util.spec_from_file_location("reward_env", ROOT / "envs/reward_model.py")
     env = importlib.util.module_from_spec(spec)

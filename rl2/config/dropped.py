@@ -5,6 +5,10 @@ import re
 DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
     "--attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
+    "--alone": "rl2 chat RUN: only the model of the run answers",
+    "--best": "rl2 chat RUN/best_model",
+    "--max-new-tokens": "transformers chat RUN/model",
+    "--temperature": "transformers chat RUN/model",
     "--plan": "rl2 plan TRAINER key=value ...",
     "--prompt-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
     "--answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",

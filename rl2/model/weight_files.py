@@ -142,10 +142,10 @@ def lost_weights(name: str, hf: Any) -> str | None:
 
 
 def _unusable(name: str, problem: str) -> ValueError:
-    return ValueError(
-        f"the weights of {name} cannot be used: {problem}. config.json and the weights have to be "
-        "of one model; copy both again from their source"
-    )
+    remedy = "config.json and the weights have to be of one model; copy both from their source"
+    if "v_head." in problem:  # TRL's AutoModelForCausalLMWithValueHead
+        remedy = "v_head is TRL's value head: save the model below it, model.pretrained_model"
+    return ValueError(f"the weights of {name} cannot be used: {problem}. {remedy}")
 
 
 def _some(names: set[str]) -> str:
