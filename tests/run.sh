@@ -10,6 +10,7 @@ ruff format --check .
 mypy
 lint-imports --no-logo --no-cache
 python tests/sizes.py
+OMP_NUM_THREADS=1 python tests/entered.py
 # One thread a process: several processes run at once, and threads that share a core wait for each other.
 export OMP_NUM_THREADS=1
 options="-x -q --durations=15"

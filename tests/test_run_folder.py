@@ -817,7 +817,7 @@ BAD_STARTS = {
     "rows": (1, ["data.path=empty.jsonl"]),
     "model": (2, ["actor.model_name=./missing"]),
     "test": (1, ["data.test_path=empty.jsonl"]),
-    "disk": (1, []),
+    "late": (1, []),
 }
 
 
@@ -832,10 +832,10 @@ def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_pat
     folder = tmp_path / "all/run"
     keys = [*keys, f"trainer.save_dir={folder}"]
     command = ["-m", "rl2.trainer.sft"]
-    if case == "disk":
-        script = "from rl2.run import disk_space\nfrom rl2.trainer import sft\n"
-        script += "def fail(*_): raise ValueError('the disk is full')\n"
-        (tmp_path / "fail.py").write_text(script + "disk_space.check_space = fail\nsft.main()\n")
+    if case == "late":
+        script = "from rl2.trainer import recorder, sft\n"
+        script += "def fail(*_): raise ValueError('no log')\n"
+        (tmp_path / "fail.py").write_text(script + "recorder.MetricsLog = fail\nsft.main()\n")
         command = ["fail.py"]
 
     def start():
