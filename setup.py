@@ -24,7 +24,7 @@ setup(
     package_dir={"rl2.ready_envs": "envs"},
     package_data={
         "rl2": ["py.typed"],
-        "rl2.config": ["synonyms.yaml", "presets.yaml"],
+        "rl2.config": ["presets.yaml"],
         "rl2.report": ["page.html", "page.css", "page.js"],
         "rl2.rewards": ["words.json"],
         "rl2.tools": ["task/*.py", "task/*.jsonl", "task/*.sh"],

@@ -21,6 +21,7 @@ from rl2.algorithms.losses import POLICY_LOSSES
 from rl2.algorithms.names import TOKEN_AVERAGES
 from rl2.config.adapters import choose_lora
 from rl2.config.arguments import read_arguments
+from rl2.config.assign import OTHER_NAMES, near_keys
 from rl2.config.conditions import needs_critic
 from rl2.config.help import explain, explain_common
 from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, section
@@ -599,6 +600,23 @@ def test_commands(capsys, monkeypatch):
         with pytest.raises(SystemExit) as exit_:
             run_main(*words.split())
         assert exit_.value.code == 2 and f"did you mean {meant}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_name_of_another_trainer_finds_the_key(name):
+    found = set()
+    for root in ROOTS.values():
+        keys = [name for name, key in schema_keys(root).items() if not key.is_section]
+        assert name not in keys
+        meant = set(OTHER_NAMES[name]) & set(keys)
+        if meant:
+            assert set(near_keys(name, keys)) == meant
+            assert set(near_keys(f"algorithm.{name}", keys)) == meant
+            for section in {key.split(".")[0] for key in meant}:
+                own = {key for key in meant if key.startswith(f"{section}.")}
+                assert set(near_keys(f"{section}.optim.{name}", keys)) == own
+        found |= meant
+    assert found == set(OTHER_NAMES[name])
 
 
 def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_is(base, capsys):

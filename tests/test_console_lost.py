@@ -19,7 +19,7 @@ def reward_fn(messages, answer):
     logging.warning("noise")
     for _ in tqdm(range(2), mininterval=0):
         tqdm.write("noise")
-    subprocess.run(["echo", "noise"], check=True)
+    subprocess.run(["echo", "noise"], check=False)  # it may be the first to write in vain
     return len(messages[-1]["content"]) / 99
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

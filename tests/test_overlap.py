@@ -246,7 +246,7 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path,
             def reward_fn(messages):
                 global num_calls
                 num_calls += 1
-                if num_calls > 20:  # some are calls of the trial at the start
+                if num_calls > 50:  # some are calls of the trial at the start
                     raise ValueError("the scale is broken")
                 return 1.0
         """)

@@ -280,7 +280,8 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
     if name in SERVERS:
         request.getfixturevalue(SERVERS[name])
     env, rows, max_turns = load_ready(name, monkeypatch)
-    assert preflight(env, {"data.path": rows}, max_turns) == []
+    warnings = preflight(env, {"data.path": rows}, max_turns)
+    assert len(warnings) == (name == "countdown")  # whose answer is the target, not the reply
     right, wrong = SCRIPTS[name]
     for row in (rows[index] for index in range(len(rows))):
         good, bad = (play(env, row, script(row), max_turns).reward for script in (right, wrong))

@@ -12,10 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rl2.config.arguments import Assignment
 from rl2.config.dropped import explain_dropped
 from rl2.config.key import Key, schema_keys
-from rl2.config.presets import has_presets
+from rl2.config.presets import ALGORITHM_KEYS, explain_algorithm, has_presets
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import TRAINER_CONFIGS
-from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_answer
 from rl2.config.values import OPEN_KEYS, show_value
 
 KIND_WORDS: dict[Any, str] = {
@@ -26,6 +25,41 @@ KIND_WORDS: dict[Any, str] = {
     list: "a list, as '{name}=[a,b]'",
     dict: "a map, as {name}.NAME=VALUE",
     NoneType: "null",
+}
+MICRO_BATCH = ("actor.max_length_per_device", "critic.max_length_per_device", "data.batch_size")
+NEW_TOKENS = ("rollout.train_sampling_params.max_new_tokens",)
+# Usual names of other trainers whose keys here have no near name -> these keys, in any trainer.
+# docs/coming_from.md has more.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "batch_size": ("data.prompts_per_rollout", "data.batch_size"),
+    "beta": ("kl.coef", "dpo.beta"),
+    "clip_ratio": ("actor.clip",),
+    "epsilon": ("actor.clip",),
+    "eval_steps": ("trainer.test_freq",),
+    "gradient_accumulation_steps": ("actor.update_per_rollout", "data.batch_size"),
+    "kl_coef": ("kl.coef",),
+    "kl_loss_coef": ("kl.coef",),
+    "learning_rate": ("actor.lr", "critic.lr"),
+    "loss_agg_mode": ("actor.average",),
+    "max_completion_length": NEW_TOKENS,
+    "max_prompt_length": ("data.max_length",),
+    "max_response_length": NEW_TOKENS,
+    "model.path": ("actor.model_name", "critic.model_name"),
+    "model_name_or_path": ("actor.model_name", "critic.model_name"),
+    "n": ("data.responses_per_prompt",),
+    "num_generations": ("data.responses_per_prompt",),
+    "num_iterations": ("actor.epochs_per_rollout", "critic.epochs_per_rollout"),
+    "num_train_epochs": ("trainer.n_epochs",),
+    "output_dir": ("trainer.save_dir",),
+    "per_device_train_batch_size": MICRO_BATCH,
+    "ppo_epochs": ("actor.epochs_per_rollout", "critic.epochs_per_rollout"),
+    "ppo_mini_batch_size": ("actor.update_per_rollout", "critic.update_per_rollout"),
+    "reward_funcs": ("rollout.env_path",),
+    "run_name": ("trainer.experiment_name",),
+    "save_steps": ("trainer.save_freq",),
+    "train_batch_size": ("data.prompts_per_rollout", "data.batch_size"),
+    "train_files": ("data.path",),
+    "val_files": ("data.test_path",),
 }
 
 
@@ -73,13 +107,9 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
     if dropped := explain_dropped(name):
         return "", Problem(name, value, dropped)
     keys = [other for other in known if not known[other].is_section]
-    answer = find_answer(name, keys)
     target = ""
     if name in ALGORITHM_KEYS and has_presets(known):
         text = explain_algorithm(str(value)) or "set algo, such as algo=grpo"
-    elif answer is not None:
-        text = answer.explain(keys)
-        target = answer.same_key(keys)
     else:
         near = near_keys(name, keys)
         declared = declared_key(name)
@@ -90,6 +120,8 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
         text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
         if others:
             text = f"it is a key of {', '.join(others)}; {text}"
+        elif not near:
+            text += ", docs/coming_from.md those of other trainers"
         target = near[0] if len(near) == 1 else ""
     return target, Problem(name, value, f"unknown key {name}={value}: {text}")
 
@@ -105,10 +137,11 @@ def declared_key(name: str) -> str:
 def near_keys(key: str, keys: list[str]) -> list[str]:
     """Up to three keys that a misspelled one may mean.
 
-    Those that it begins, else near names, else names with a near last part.
+    Those of another trainer's name, or that it begins, else near names, else names with a near last
+    part.
     """
     key = key.lower()
-    near = [name for name in keys if name.startswith(f"{key}_")]
+    near = other_names(key, keys) or [name for name in keys if name.startswith(f"{key}_")]
     near = near or difflib.get_close_matches(key, keys, 3, 0.8)
     if not near:
         last_part = difflib.SequenceMatcher(b=key.rpartition(".")[2])
@@ -117,6 +150,17 @@ def near_keys(key: str, keys: list[str]) -> list[str]:
             if last_part.ratio() >= 0.7:
                 near.append(name)
     return near[:3]
+
+
+def other_names(key: str, keys: list[str]) -> list[str]:
+    """The `keys` that a key of another trainer means: of the same section, if it has some."""
+    parts = key.split(".")
+    for start in range(len(parts)):
+        meant = OTHER_NAMES.get(".".join(parts[start:]), ())
+        near = [name for name in meant if name in keys]
+        if near:
+            return [name for name in near if name.split(".")[0] in parts[:start]] or near
+    return []
 
 
 def set_value(config: DictConfig, name: str, value: Any, types: tuple[Any, ...]) -> Problem | None:

@@ -14,9 +14,9 @@ from rl2.config.conditions import corrects_mismatch
 from rl2.config.dropped import explain_dropped
 from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
+from rl2.config.presets import explain_algorithm
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
-from rl2.config.synonyms import explain_algorithm
 from rl2.config.values import get_value
 from rl2.model.adapter_folder import read_adapter_config
 

@@ -20,6 +20,9 @@ from rl2.config.values import show_value
 
 FILE = Path(__file__).with_name("presets.yaml")
 KEY = "algo"
+OTHER_TRAINERS = {"dpo": "dpo", "ipo": "dpo", "sft": "sft", "rm": "rm"}  # name -> command of rl2
+# Under which one looks for a key that names the algorithm.
+ALGORITHM_KEYS = ("algorithm", "alg", "method", "algorithm.name", "trainer.algorithm")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,17 @@ def _resolve(config: Any, value: Any) -> Any:
     """The value of the key that "${KEY}" names, or the value itself."""
     reference = re.fullmatch(r"\$\{(.*)\}", value) if isinstance(value, str) else None
     return _read(config, reference[1]) if reference else value
+
+
+def explain_algorithm(name: str) -> str:
+    """How to choose the algorithm of this name, in words; "" if no algorithm has the name."""
+    preset = find_preset(name)
+    if preset:
+        found = load_presets()[preset]
+        return f"{found.title} is algo={preset}, which sets {found}"
+    if name.lower() in OTHER_TRAINERS:
+        return f"it has a trainer of its own, python -m rl2 {OTHER_TRAINERS[name.lower()]}"
+    return ""
 
 
 def _plain(text: str) -> str:

@@ -18,7 +18,7 @@ from rl2.report.answers import (
     prompt_of,
     reward_of,
 )
-from rl2.report.health import find_lack_of_learning
+from rl2.report.learning import find_lack_of_learning
 from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
 from rl2.report.summary import summarize
 from rl2.report.token_texts import SavedTokens, find_tokenizer

@@ -79,5 +79,5 @@ def talk(path: Path) -> None:
             pad_token_id=tokenizer.pad_token_id or 0,
             streamer=streamer,
         )
-        reply = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+        reply = str(tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": reply})

@@ -141,7 +141,7 @@ class OfflineRun:
         loss, tensors = loss_fn(batch, self.worker.infer(batch))
         metrics = {name: value.item() for name, value in {"loss": loss, **tensors}.items()}
         if compares_pairs(self.config):
-            share, num_pairs = metrics["accuracy"], len(batch.mask) // 2
+            share, num_pairs = min(1.0, metrics["accuracy"]), len(batch.mask) // 2
             error = sqrt(share * (1 - share) / (num_pairs - 1)) if num_pairs > 1 else nan
             metrics["accuracy_stderr"] = error
         return metrics
