@@ -9,6 +9,7 @@ from typing import NoReturn
 from rl2.config.help import describe
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.error_report import print_answer
+from rl2.output import outlive_readers
 from rl2.parallel.rank import is_first_rank
 
 
@@ -22,7 +23,11 @@ def answer_early(root: type, argv: list[str]) -> None:
 
 
 def answer_trainer(name: str) -> None:
-    """Does so for the trainer `name`, such as ppo, and the arguments of the process."""
+    """Does so for the trainer `name`, such as ppo, and the arguments of the process.
+
+    From here on the process outlives the readers of its output.
+    """
+    outlive_readers(is_told=is_first_rank())
     answer_early(TRAINER_CONFIGS[name], sys.argv[1:])
 
 
