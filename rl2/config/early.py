@@ -27,8 +27,8 @@ def answer_trainer(name: str) -> None:
 
     From here on the process outlives the readers of its output.
     """
-    outlive_readers(is_told=is_first_rank())
     answer_early(TRAINER_CONFIGS[name], sys.argv[1:])
+    outlive_readers(is_told=is_first_rank())
 
 
 def print_and_exit(text: str) -> NoReturn:
