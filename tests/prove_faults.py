@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "rope scaling dropped": Fault(
         "transformers",
-        "rl2.model.load:load_model",
+        "rl2.model.load:_read_class",
         "**labels)",
         "**labels); config.rope_parameters = {'rope_type': 'default', 'rope_theta': 1e4}",
         "llama scaled",
