@@ -67,6 +67,21 @@ def test_the_metric_of_each_choice(test_path, chosen, metric):
     assert best_metric(config) == metric
 
 
+@pytest.mark.parametrize(
+    ("path", "chosen", "metric"),
+    [
+        ("x.jsonl", "auto", "test/loss"),
+        ({"easy": "x.jsonl", "hard": "y.jsonl"}, "auto", "test/*/loss"),
+        ({"easy": "x.jsonl", "hard": "y.jsonl"}, "hard", "test/hard/loss"),
+    ],
+)
+def test_the_metric_where_training_rows_are_held_out(path, chosen, metric):
+    config = SFTConfig()
+    config.data.path, config.data.test_ratio = path, 0.1
+    config.trainer.save_best = chosen
+    assert best_metric(config) == metric
+
+
 def test_judging():
     best = Best("test/loss")
     for step, value in enumerate([3.0, 2.0, 2.0, math.nan, 1.5], 1):

@@ -185,6 +185,12 @@ class DataConfig:
         return named_paths("data.test_path", self.test_path)
 
     @property
+    def test_names(self) -> list[str]:
+        """The names of the test sets, "" for one without; data.test_ratio has one a source."""
+        held_out = named_paths("data.path", self.path) if self.test_ratio else {}
+        return [source_name(key) for key in held_out or self.test_paths]
+
+    @property
     def system_prompt_file(self) -> Path | None:
         """The file that data.system_prompt names, which need not exist; None if it is a text."""
         value = self.system_prompt
@@ -892,6 +898,10 @@ class EvaluationConfig(PlayConfig):
     def test_paths(self) -> dict[str, str]:
         """The paths of the sets, by key: rollout.test_path, or rollout.test_path.NAME of each."""
         return named_paths("rollout.test_path", self.test_path)
+
+    @property
+    def test_names(self) -> list[str]:
+        return list(map(source_name, self.test_paths))
 
 
 @dataclass

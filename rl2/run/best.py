@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from rl2.config.conditions import plays_tests
-from rl2.config.schema import PPOConfig, source_name
+from rl2.config.schema import PPOConfig
 from rl2.run.success import held_out_metric
 
 FALLING = ("loss", "perplexity")  # metrics of which less is better
@@ -82,8 +82,7 @@ def best_metric(config: Any) -> str | None:
     chosen = config.trainer.save_best
     if chosen is None:
         return None
-    for paths, score in _test_sets(config):
-        names = list(map(source_name, paths))
+    for names, score in _test_sets(config):
         if chosen == "auto":
             name = names[0] if len(names) == 1 else EVERY_SET
             return f"test/{name}/{score}" if name else f"test/{score}"
@@ -92,12 +91,12 @@ def best_metric(config: Any) -> str | None:
     return f"test/{chosen}"
 
 
-def _test_sets(config: Any) -> Iterator[tuple[dict[str, str], str]]:
-    """Yields test sets by key and the score of each, first those whose prompts are answered."""
+def _test_sets(config: Any) -> Iterator[tuple[list[str], str]]:
+    """Yields names of test sets and the score of each, first those whose prompts are answered."""
     is_ppo = isinstance(config, PPOConfig)
     if is_ppo or plays_tests(config):
         section = config.data if is_ppo else config.rollout
         num_samples = section.responses_per_test_prompt
-        yield section.test_paths, held_out_metric(config.rollout.score, num_samples)
+        yield section.test_names, held_out_metric(config.rollout.score, num_samples)
     if not is_ppo:
-        yield config.data.test_paths, "loss"
+        yield config.data.test_names, "loss"
