@@ -122,7 +122,7 @@ def predict(config: Any, num_gpus: int) -> Plan:
     """Plans a trainer with this config. The process must not have a process group.
 
     Compiled parts are planned as they are written, which needs no compiler and no less memory.
-    Weights are not dithered: it takes no memory, and most of the time.
+    Weights are not dithered: it takes memory only while they load, and most of the time here.
     """
     config = deepcopy(config)
     for name in worker_names(config):
