@@ -199,8 +199,9 @@ def test_the_sampling_parameters_are_there(release):
     known = fields(release.classes("sglang.srt.sampling.sampling_params")["SamplingParams"])
     ours = keys(function(OURS, "generate"))
     wanted = {field.name for field in dataclasses.fields(SamplingParams)}
-    # It does not know where a continued answer begins, nor does it tell what it drew from.
-    assert wanted - {"continued_tokens", "with_candidates"} <= ours
+    # It does not know where a continued answer begins, nor does it tell what it drew from; experts
+    # are an option of the request.
+    assert wanted - {"continued_tokens", "experts_from", "with_candidates"} <= ours
     assert {"sampling_seed", "ignore_eos", "stop_token_ids"} <= ours
     assert ours <= known, f"SamplingParams has no {sorted(ours - known)}"
 
