@@ -86,9 +86,11 @@ def main() -> None:
     if name in ("-V", "--version"):
         print(describe_version())
         return
-    if dropped := explain_dropped(f"rl2 {name}"):
-        print(dropped, file=sys.stderr)
-        sys.exit(2)
+    options = (word.partition("=")[0] for word in arguments)
+    for used in (f"rl2 {name}", *(f"rl2 {name} {option}" for option in options)):
+        if dropped := explain_dropped(used):
+            print(dropped, file=sys.stderr)
+            sys.exit(2)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -60,6 +60,8 @@ def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
     [
         (["rl2", "push", "runs/x"], "hf upload"),
         (["rl2", "env", "gsm8k", "data.path=x", "--attack"], "weight 0"),
+        (["rl2", "chat", "runs/x", "--best"], "RUN/best_model"),
+        (["rl2", "chat", "runs/x", "--temperature=1"], "transformers chat"),
         (["rl2.trainer.sft", "--plan"], "rl2 plan"),
         (["rl2", "plan", "--prompt-tokens", "9"], "overlap/sampler_busy"),
         (["rl2.trainer.dpo", "actor.gradient_checkpointing=auto"], "rl2 plan"),
@@ -70,3 +72,9 @@ def test_what_is_dropped_names_what_to_use_instead(words, instead):
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if "no longer in rl2" in line]
     assert instead in line
+
+
+def test_a_dropped_option_of_one_command_is_no_answer_to_others():
+    command = [sys.executable, "-m", "rl2.trainer.ppo", "--temperature=1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "--temperature: unknown option" in done.stderr and "chat" not in done.stderr

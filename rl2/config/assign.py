@@ -89,6 +89,9 @@ def assign(
 
 def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem | None]:
     """(the key that `name` means, or "" if that is not clear; the problem with the name)."""
+    given = f"{name}={show_value(value)}"
+    if dropped := explain_dropped(name) or explain_dropped(given):
+        return "", Problem(name, value, dropped)
     declared = declared_key(name)
     if name != declared and declared in known:
         return name, None
@@ -104,8 +107,6 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Prob
 
 def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem]:
     """(the key that an unknown one must mean, or ""; the problem, with what to write instead)."""
-    if dropped := explain_dropped(name):
-        return "", Problem(name, value, dropped)
     keys = [other for other in known if not known[other].is_section]
     target = ""
     if name in ALGORITHM_KEYS and has_presets(known):
@@ -172,12 +173,9 @@ def set_value(config: DictConfig, name: str, value: Any, types: tuple[Any, ...])
     try:
         OmegaConf.update(config, name, convert(value, types), force_add=not types)
     except OmegaConfBaseException:
-        given = f"{name}={show_value(value)}"
-        if dropped := explain_dropped(given):
-            return Problem(name, value, dropped)
         words = [KIND_WORDS[get_origin(kind) or kind] for kind in types or (dict,)]
         expected = " or ".join(words).format(name=name)
-        return Problem(name, value, f"{given}: expected {expected}")
+        return Problem(name, value, f"{name}={show_value(value)}: expected {expected}")
     return None
 
 

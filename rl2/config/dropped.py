@@ -4,14 +4,14 @@ import re
 
 DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
-    "--attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
-    "--alone": "rl2 chat RUN: only the model of the run answers",
-    "--best": "rl2 chat RUN/best_model",
-    "--max-new-tokens": "transformers chat RUN/model",
-    "--temperature": "transformers chat RUN/model",
+    "rl2 env --attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
+    "rl2 chat --alone": "rl2 chat RUN: only the model of the run answers",
+    "rl2 chat --best": "rl2 chat RUN/best_model",
+    "rl2 chat --max-new-tokens": "transformers chat RUN/model",
+    "rl2 chat --temperature": "transformers chat RUN/model",
     "--plan": "rl2 plan TRAINER key=value ...",
-    "--prompt-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
-    "--answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
+    "rl2 plan --prompt-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
+    "rl2 plan --answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
     "optimizer=adamw_8bit": "muon, which has one moment, or adamw with offload_optimizer=true",
     "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
     "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
@@ -19,9 +19,10 @@ DROPPED = {
 
 
 def explain_dropped(name: str) -> str:
-    """Says that a command, an option, a path, a key or a KEY=VALUE is gone; "" if it never was.
+    """Says that this is gone; "" if it never was.
 
-    A key may be in any section.
+    `name` is a command, a command with an option, an option of the trainers, a path, a key or a
+    KEY=VALUE. A key may be in any section.
     """
     for dropped, instead in DROPPED.items():
         if re.fullmatch(rf"(\w+\.)*{re.escape(dropped)}", name):

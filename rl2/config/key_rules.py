@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
 from rl2.config.conditions import corrects_mismatch
-from rl2.config.dropped import explain_dropped
 from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import explain_algorithm
@@ -36,10 +35,7 @@ def check_choices(config: Any) -> list[Problem]:
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
-                problem = wrong_value(name, value, f"choose {describe_choices(key)}")
-                if dropped := explain_dropped(f"{name}={value}"):
-                    problem = Problem(name, value, dropped)
-                problems.append(problem)
+                problems.append(wrong_value(name, value, f"choose {describe_choices(key)}"))
     return problems
 
 
