@@ -10,7 +10,7 @@ from rl2.config.help import describe
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.error_report import print_answer
 from rl2.output import outlive_readers
-from rl2.parallel.rank import is_first_rank
+from rl2.parallel.rank import is_first_of_node, is_first_rank
 
 
 def answer_early(root: type, argv: list[str]) -> None:
@@ -28,7 +28,7 @@ def answer_trainer(name: str) -> None:
     From here on the process outlives the readers of its output.
     """
     answer_early(TRAINER_CONFIGS[name], sys.argv[1:])
-    outlive_readers(is_told=is_first_rank())
+    outlive_readers(is_told=is_first_of_node())
 
 
 def print_and_exit(text: str) -> NoReturn:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from rl2.parallel.rank import is_first_of_node
+
 OLDEST_SGLANG = (0, 5, 15)  # earlier releases have other arguments and other messages
 FIRST_WITH_FAST_HEAD = (0, 5, 18)  # its float32 head takes the product of bfloat16 factors
 SECONDS_TO_COMPILE = 120.0
@@ -84,7 +86,7 @@ def toolkit_problems() -> Iterator[str]:
         names = ", no ".join(missing)
         yield f"SGLang compiles kernels while it runs, but there is no {names}. {ADVICE}"
         return
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_of_node():
         return  # one process of a node makes the trial
     error = ""
     try:

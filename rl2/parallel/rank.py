@@ -6,3 +6,8 @@ import os
 def is_first_rank() -> bool:
     """Whether this is rank 0; also before `init_distributed`."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_node() -> bool:
+    """Whether this is the first process of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from rl2.error_report import report_error, report_to_torchrun
 from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
-from rl2.parallel.rank import is_first_rank
+from rl2.parallel.rank import is_first_of_node, is_first_rank
 from rl2.run.lock import release_at_once
 from rl2.run.watchdog import STDERR, Watchdog
 
@@ -220,13 +220,9 @@ def _end(number: int, frame: FrameType | None = None) -> None:
 
 def _print_once_a_node(text: str) -> None:
     """Prints from a signal handler, where Python's own files may be in use."""
-    if _is_first_of_node():
+    if is_first_of_node():
         with suppress(OSError):  # nobody reads it any more
             os.write(STDERR, f"\n{text}\n".encode())
-
-
-def _is_first_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -237,7 +233,7 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     no error, prints the Python stacks of its process. What is printed is written line by line from
     here on, also to a file, so a kill loses no line; the run outlives who reads it.
     """
-    outlive_readers(is_told=_is_first_of_node())
+    outlive_readers(is_told=is_first_of_node())
     faulthandler.enable(STDERR)
     end_with_launcher()
     end_on_signals()
