@@ -16,7 +16,7 @@ import yaml
 from rl2.config.arguments import Assignment
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig
-from rl2.config.values import show_value
+from rl2.config.values import flatten, show_value
 
 FILE = Path(__file__).with_name("presets.yaml")
 KEY = "algo"
@@ -57,27 +57,21 @@ def find_preset(text: str) -> str:
 
 def preset_of(config: dict[str, Any]) -> str:
     """The name of the preset that a config has the keys of, the one with most keys; "" if none."""
+    values = dict(flatten(config))
     found = ""
     defaults = {"adv.estimator": PPOConfig().adv.estimator, "actor.loss": PPOConfig().actor.loss}
     for name, preset in load_presets().items():
         keys = defaults | preset.keys
-        has_all = all(_read(config, key) == _resolve(config, keys[key]) for key in keys)
+        has_all = all(values.get(key) == _resolve(values, keys[key]) for key in keys)
         if has_all and (not found or len(preset.keys) > len(load_presets()[found].keys)):
             found = name
     return found
 
 
-def _read(config: Any, key: str) -> Any:
-    """The value of a key such as actor.loss; None without it."""
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
-
-
-def _resolve(config: Any, value: Any) -> Any:
+def _resolve(values: dict[str, Any], value: Any) -> Any:
     """The value of the key that "${KEY}" names, or the value itself."""
     reference = re.fullmatch(r"\$\{(.*)\}", value) if isinstance(value, str) else None
-    return _read(config, reference[1]) if reference else value
+    return values.get(reference[1]) if reference else value
 
 
 def explain_algorithm(name: str) -> str:

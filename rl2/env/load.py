@@ -241,11 +241,12 @@ class _Trial:
 
     async def _earns_more(self, location: str, row: dict, golds: list[str]) -> bool:
         """Whether a gold answer of the row earns more than a wrong one in the same form."""
-        for gold, form in itertools.product(golds[:MAX_GOLDS], [*FORMS, PROGRAM]):
-            right = await self._try(location, row, form.replace("{}", gold))
+        for form in (*FORMS, PROGRAM):
             wrong = await self._try(location, row, form.replace("{}", WRONG))
-            if sum(right.values()) > sum(wrong.values()):
-                return True
+            for gold in golds[:MAX_GOLDS]:
+                right = await self._try(location, row, form.replace("{}", gold))
+                if sum(right.values()) > sum(wrong.values()):
+                    return True
         return False
 
     async def _try(self, location: str, row: dict, reply: str) -> dict[str, float]:

@@ -19,21 +19,21 @@ def find_lack_of_learning(lines: list[dict[str, Any]]) -> list[Problem]:
     `lines` are those of metrics.jsonl, with None for values that are not finite.
     """
     problems = []
-    names = {name: None for line in lines for name in line}
-    for name in names:
+    for name in {name: None for line in lines for name in line}:
         # A part of PPO's reward may be called loss, too.
         match = re.fullmatch(r"test/(?:(?!reward/)[^/]+/)?(loss|accuracy)", name)
+        if match is None:
+            continue
         values = {line["step"]: line[name] for line in lines if line.get(name) is not None}
-        if match is None or len(values) < 2:
+        if len(values) < 2:
             continue
         first, last = min(values), max(values)
         if match[1] == "loss" and values[last] >= values[first]:
             lowest = min(values, key=lambda step: (values[step], step))
-            before, after = (
-                f"{values[first]:.5g} at step {first}",
-                f"{values[last]:.5g} at step {last}",
+            reason = (
+                f"it was {values[first]:.5g} at step {first} and is {values[last]:.5g} at step "
+                f"{last}"
             )
-            reason = f"it was {before} and is {after}"
             remedy = "try another lr, more steps or more rows, and read some rows"
             if values[lowest] < values[first]:
                 remedy = (
