@@ -17,7 +17,6 @@ from typing import Any
 from omegaconf import MISSING
 
 from rl2.config import schema
-from rl2.config.conditions import WITH_GPU
 from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
 from rl2.engine.share import engine_bytes
@@ -38,12 +37,13 @@ KEYS_HEADER = """\
 <!-- Written by `python docs/generate.py` from rl2/config/schema.py. -->
 
 The short help and the default of each key. Set it as `key=value` on the command line, or in a YAML
-file (`--config-dir DIR --config-name NAME`). `--help KEY` explains it in full, and `--cfg job`
-prints the resolved config.
+file (`--config-dir DIR --config-name NAME`). `--help KEY` explains it in full. The rest is Hydra's:
+`--cfg job` prints the config, `--multirun KEY=A,B` runs a job for each value, one after the other,
+in `trainer.save_dir/NUMBER`, and a folder with `algo/NAME.yaml` (`--config-dir`) adds algorithms.
 
 Values out of range are refused before a model loads. So are keys that have no effect, if they would
-mislead about the algorithm (a clip that the loss ignores); the other ones, and unusual values, only
-warn. NaN is never accepted, `inf` only where it turns a bound off.
+mislead about the algorithm (a clip that the loss ignores). NaN is never accepted, `inf` only where
+it turns a bound off.
 
 From "Model" to "Optimizer" and in "Export", `actor.KEY` is also a key of `critic`, for the critic
 of PPO and for reward models; `teacher` has the keys of a frozen model. Critic and teacher inherit
@@ -169,7 +169,7 @@ def read_rows() -> dict[str, Row]:
                 continue
             row = rows.setdefault(name, Row())
             row.declared[trainer] = key
-            row.defaults[trainer] = show(get_value(root(), name))
+            row.defaults[trainer] = show(get_value(root(), key.leader or name))
             row.trainers.add(trainer)
     for name in list(rows):
         other = re.sub(r"^(critic|teacher)\.", "actor.", name)
@@ -197,8 +197,6 @@ def explain(key: Key) -> str:
         text += f"; one of {', '.join(choices)}"
     if key.functions:
         text += "; or `file.py:function`"
-    if key.only_if is WITH_GPU:
-        text += "; GPU only"
     limit = key.range
     limits = []
     if limit.above or limit.at_least:  # most numbers are not negative

@@ -33,7 +33,7 @@ FILES = {
     "twice.yaml": "actor:\n  lr: 1\n  lr: 2",
     "cut.yaml": "actor: [",
     "binary.yaml": "\0",
-    "right.yaml": "actor:\ntrainer:\n  max_steps: 1e2\n",
+    "right.yaml": "actor:\ntrainer:\n  max_steps: 100\n",
 }
 
 
@@ -45,7 +45,8 @@ def write_files(folder: Path) -> None:
 
 def find_problems(trainer: str, words: list[str]) -> tuple[list[Problem], list[Problem]]:
     """(problems, warnings) of a command that also has the required keys."""
-    return check(compose(ROOTS[trainer], read_arguments([*BASE[trainer], *words])))
+    root = ROOTS[trainer]
+    return check(compose(root, read_arguments(root, [*BASE[trainer], *words])))
 
 
 def problem_keys(trainer: str, *words: str) -> list[str]:

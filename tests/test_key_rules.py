@@ -1,4 +1,4 @@
-"""Rules of single keys: ranges, unusual values, keys without effect, keys that follow others."""
+"""Rules of single keys: ranges, keys without effect, keys that follow others."""
 
 import math
 from pathlib import Path
@@ -59,38 +59,17 @@ def test_nan_is_refused_everywhere_and_inf_where_it_is_no_bound(root, name):
 
 
 WARNED = [  # (trainer, arguments, keys)
-    ("ppo", "actor.lr=0.1", ["actor.lr"]),
-    ("ppo", "kl.coef=3 kl.type=loss", ["kl.coef"]),
     ("ppo", "kl.coef=0.1 kl.type=loss kl.loss_estimator=k1", ["kl.loss_estimator"]),
-    ("ppo", "adv.estimator=gae adv.gamma=0.5", ["adv.gamma"]),
     ("ppo", "actor.loss=reinforce actor.epochs_per_rollout=3", ["actor.loss"]),
     ("ppo", "trainer.max_steps=5 actor.freeze_steps=5", ["actor.freeze_steps"]),
-    ("ppo", "rollout.engine=local rollout.engine_args.dtype=x", ["rollout.engine_args.dtype"]),
-    ("ppo", "rollout.gpu_memory_utilization=0.5", ["rollout.gpu_memory_utilization"]),
-    ("ppo", "rollout.engine_args.x=1", ["rollout.engine_args.x"]),
-    ("ppo", "rollout.engine_args.x=null", ["rollout.engine_args.x"]),
-    ("ppo", "data.chat_template_kwargs.x=null", []),
-    ("ppo", "actor.offload_model=true actor.clip=0.1", ["actor.offload_model", "actor.clip"]),
+    ("ppo", "actor.clip=0.1", ["actor.clip"]),
     ("ppo", "trainer.test_freq=5", ["trainer.test_freq"]),
-    ("ppo", "rollout.num_processes=1 trainer.rollouts_from=.", ["rollout.num_processes"]),
-    ("ppo", "rollout.partial=true", []),
     ("ppo", "rollout.partial=true actor.correction=none", ["rollout.partial"]),
-    ("ppo", "rollout.train_sampling_params.top_k=5", []),
-    ("ppo", "rollout.test_sampling_params.top_p=0.9", ["rollout.test_sampling_params.top_p"]),
-    ("ppo", "adv.estimator=gae critic.head_dtype=bfloat16", ["critic.head_dtype"]),
-    ("sft", "trainer.seed=1", ["trainer.seed"]),
-    ("sft", "trainer.deterministic=true", ["trainer.deterministic"]),
     ("sft", "trainer.test_freq=5", ["trainer.test_freq"]),
-    (
-        "sft",
-        "actor.max_inference_length_per_device=2000",
-        ["actor.max_inference_length_per_device"],
-    ),
-    ("sft", "actor.share_prompts=false", ["actor.share_prompts"]),
-    ("sft", "actor.warmup_ratio=0.9", ["actor.warmup_ratio"]),
-    ("sft", "actor.weight_decay=5", ["actor.weight_decay"]),
-    ("rm", "critic.head_dtype=bfloat16", ["critic.head_dtype"]),
     # Sensible bounds pass without a word.
+    ("ppo", "rollout.partial=true", []),
+    ("ppo", "rollout.train_sampling_params.top_k=5", []),
+    ("ppo", "data.chat_template_kwargs.x=null rollout.engine_args.x=null", []),
     ("ppo", "actor.max_grad_norm=inf", []),
     ("ppo", "actor.update_per_rollout=2 actor.clip=0.1 actor.clip_high=inf", []),
     ("ppo", "actor.correction=token_tis actor.correction_cap=1", []),
@@ -102,7 +81,7 @@ WARNED = [  # (trainer, arguments, keys)
 
 
 @pytest.mark.parametrize(("trainer", "arguments", "keys"), WARNED)
-def test_harmless_keys_and_unusual_values_warn(monkeypatch, trainer, arguments, keys):
+def test_what_is_easily_misunderstood_warns(monkeypatch, trainer, arguments, keys):
     monkeypatch.setattr("rl2.config.model_rules.is_installed", lambda package: True)
     assert warning_keys(trainer, *arguments.split()) == keys
 
@@ -150,9 +129,6 @@ def test_the_critic_lies_in_memory_as_the_actor_unless_it_is_told_otherwise(caps
     assert (critic.sp_size, critic.max_length_per_device) == (2, 2048)
     # A wrong size of the actor is one problem, not two.
     assert problem_keys("ppo", "adv.estimator=gae", "actor.sp_size=3") == ["actor.sp_size"]
-    with pytest.raises(SystemExit):
-        parse(PPOConfig, [*BASE["ppo"], *layout, "--cfg", "job"])
-    assert "sp_size: 4" in capsys.readouterr().out.partition("critic:")[2]
 
 
 def test_gae_whitens_advantages_unless_it_is_told_otherwise(capsys):
@@ -179,8 +155,6 @@ def test_test_answers_are_as_long_as_those_of_training_unless_set(capsys):
     train = "rollout.train_sampling_params.max_new_tokens"
     test = "rollout.test_sampling_params.max_new_tokens"
     config = parse(PPOConfig, [*BASE["ppo"], f"{train}=77"])
-    assert get_value(config, test) == 77
-    config = parse(PPOConfig, [*BASE["ppo"], f"{train}=77", f"{test}=null"])
     assert get_value(config, test) == 77
     config = parse(PPOConfig, [*BASE["ppo"], f"{train}=77", f"{test}=9", "data.test_path=model"])
     assert get_value(config, test) == 9

@@ -1,13 +1,16 @@
-"""Reads the arguments of a command: options, key=value in Hydra's grammar, and recipe files."""
+"""Reads the arguments of a command before Hydra does.
 
-import re
+Hydra stops at the first mistake, and does not know what was meant. Here every unknown key, option
+and unreadable value becomes a Problem that says what to write, and the rest goes on to Hydra.
+"""
+
+import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
@@ -15,92 +18,60 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.dropped import explain_dropped
+from rl2.config.key import schema_keys
+from rl2.config.presets import KEY, explain_preset, has_presets
 from rl2.config.problem import Problem, general_problem
-from rl2.config.values import flatten
+from rl2.config.unknown import explain_unknown
+from rl2.config.values import declared_key, flatten, show_value
 
-OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
-    "--config-dir DIR and --config-name NAME; options of torchrun come before -m"
+    "--multirun, --config-dir DIR and --config-name NAME; options of torchrun come before -m"
 )
-NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
-# A key and its = that are several arguments; \0 is between two arguments.
-SPACED_KEY = rf"(?<![^\0])(\w[\w.]*)(?:\0=\0?|=\0)(?!{NEXT_ARGUMENT})"
-# What Hydra's grammar does not take in a text without quotes, and what it takes in lists and maps.
-NEEDS_QUOTES = r"[^\w/\\+.$%*@?|: -]"
-NEEDS_QUOTES_IN_LIST = r"[^\w/\\+.$%*@?|: \[\]{},-]"
-
-
-class Assignment(NamedTuple):
-    key: str
-    value: Any
-    source: str = ""  # the recipe file; "" for an argument
 
 
 @dataclass
 class Arguments:
-    """What the arguments of a command say, before it is known which keys exist."""
+    """What a command or a call of rl2.train sets."""
 
-    options: dict[str, str] = field(default_factory=dict)  # by name, with the dashes
-    # Those of the recipe, and then those of the arguments, so that the last one counts.
-    assignments: list[Assignment] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)  # KEY=VALUE in Hydra's grammar
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted, of a file or of Python code
+    folder: str = ""  # where Hydra finds the files that `defaults` name; "" for nowhere else
+    options: list[str] = field(default_factory=list)  # that Hydra answers itself, as --cfg job
+    set_keys: set[str] = field(default_factory=set)  # all of the two
     problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
 
 
-def read_arguments(argv: list[str]) -> Arguments:
-    """Reads options, the recipe file that they name, and key=value words."""
-    arguments = Arguments()
-    words = read_options(join_spaced_words(argv, arguments.problems), arguments)
-    recipe = read_recipe(arguments.options)
-    if isinstance(recipe, Problem):
-        arguments.problems.append(recipe)
-    else:
-        arguments.assignments += recipe
-    for word in words:
-        if is_loose(word):
+def read_arguments(root: type, argv: list[str]) -> Arguments:
+    """Reads the arguments of a trainer with the config class `root`."""
+    options, unknown = get_args_parser().parse_known_intermixed_args(argv)
+    arguments = Arguments(folder=options.config_dir or "")
+    for word in unknown:
+        if not word.startswith("-"):  # the value of such an option
             continue
-        override = read_override(word)
-        if isinstance(override, Problem):
-            arguments.problems.append(override)
+        arguments.problems.append(Problem(word.partition("=")[0], MISSING, explain_option(word)))
+    if options.config_name:
+        path = Path(arguments.folder, options.config_name)
+        path = path if path.suffix in (".yaml", ".yml") else path.with_name(f"{path.name}.yaml")
+        file = read_file(path)
+        if isinstance(file, Problem):
+            arguments.problems.append(file)
         else:
-            arguments.assignments.append(override)
-    arguments.problems += explain_loose_words(words)
+            take_keys(root, file, arguments, source=str(path))
+    take_words(root, options.overrides, arguments, is_sweep=options.multirun)
+    for name in ("cfg", "package", "info"):
+        if value := getattr(options, name):
+            arguments.options += [f"--{name}", value]
+    for name in ("resolve", "multirun", "hydra_help"):
+        if getattr(options, name):
+            arguments.options.append(f"--{name.replace('_', '-')}")
     return arguments
 
 
-def join_spaced_words(argv: list[str], problems: list[Problem]) -> list[str]:
-    """The arguments: `key = value`, `key =value` and `key= value` become one, and a problem."""
-    text = "\0".join(argv)
-    for key in re.findall(SPACED_KEY, text):
-        message = f"{key}= has spaces at its =: write it without them"
-        problems.append(Problem(key, MISSING, message))
-    return re.sub(SPACED_KEY, r"\1=", text).split("\0") if argv else []
-
-
-def read_options(argv: list[str], arguments: Arguments) -> list[str]:
-    """Reads `--name value` and `--name=value`. Returns the other words."""
-    others = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("-"):
-            others.append(word)
-            continue
-        if not equals and words and not re.match(NEXT_ARGUMENT, words[0]):
-            value = words.pop(0)
-        if name not in OPTIONS:
-            arguments.problems.append(Problem(name, value, explain_option(name, value)))
-        elif not value or (name == "--cfg" and value != "job"):
-            message = f"{name} needs a value: {name} {OPTIONS[name]}"
-            arguments.problems.append(Problem(name, value, message))
-        else:
-            arguments.options[name] = value
-    return others
-
-
-def explain_option(name: str, value: str) -> str:
+def explain_option(word: str) -> str:
     """What to write in place of an option that does not exist."""
+    name, _, value = word.partition("=")
     if text := explain_dropped(name):
         return text
     key = name.lstrip("-")
@@ -109,110 +80,120 @@ def explain_option(name: str, value: str) -> str:
     return f"{name}: unknown option; {OPTIONS_HELP}"
 
 
-# Recipes.
-
-
-def read_recipe(options: dict[str, str]) -> list[Assignment] | Problem:
-    """The assignments of the recipe file that the options name, if they name one."""
-    name = options.get("--config-name", "")
-    if not name and "--config-dir" in options:
-        remedy = "the name of the file in that folder, with or without .yaml"
-        message = f"--config-dir needs --config-name: {remedy}"
-        return Problem("--config-dir", options["--config-dir"], message)
-    if not name:
-        return []
-    file = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
-    path = Path(options.get("--config-dir", "."), file)
+def read_file(path: Path) -> dict[str, Any] | Problem:
+    """The keys of a config file, dotted."""
+    key = "--config-name"
     if not path.is_file():
-        message = f"--config-name {name}: there is no file {path}"
-        return Problem("--config-name", name, message)
+        return Problem(key, str(path), f"{key} {path.stem}: there is no file {path}")
     try:
-        recipe = OmegaConf.to_container(OmegaConf.load(path))
+        tree = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        return Problem("--config-name", name, f"{path} is not readable YAML: {error}")
-    if not isinstance(recipe, dict):
+        return Problem(key, str(path), f"{path} is not readable YAML: {error}")
+    if not isinstance(tree, dict):
         remedy = "write sections with keys below them, as --cfg job does"
-        return Problem("--config-name", name, f"{path} holds no keys: {remedy}")
-    return [Assignment(key, value, str(path)) for key, value in flatten(recipe)]
+        return Problem(key, str(path), f"{path} holds no keys: {remedy}")
+    return dict(flatten(tree))
 
 
-# Words that set keys.
+def take_keys(
+    root: type, values: dict[str, Any], arguments: Arguments, source: str = ""
+) -> Arguments:
+    """Adds the keys of a file or of Python code to the arguments, and the problems of their names.
+
+    `source` is the file.
+    """
+    for name, value in values.items():
+        if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
+            arguments.keys[name] = value
+            continue
+        if value is None and name in schema_keys(root) and schema_keys(root)[name].is_section:
+            continue  # a file may have a section without keys
+        target, problem = find_target(root, name, value, arguments.folder)
+        if problem:
+            arguments.problems.append(Problem(name, value, problem, source))
+        if target:
+            is_path = isinstance(value, str) and value.startswith("~/")
+            arguments.keys[target] = os.path.expanduser(value) if is_path else value
+            arguments.set_keys.add(target)
+    return arguments
 
 
-def read_override(word: str) -> Assignment | Problem:
-    """A `key=value` argument in Hydra's grammar."""
-    key, equals, text = word.partition("=")
-    if key[:1] in ("+", "~"):
-        remedy = "every key exists, so + and ~ are not needed"
-        return general_problem(f"{word!r} sets no key: {remedy}")
-    if not key or not equals:
-        return general_problem(f"{word!r} sets no key: write key=value")
-    if text.startswith("~/"):  # Hydra takes no ~
-        return Assignment(key, text)
+def take_words(root: type, words: list[str], arguments: Arguments, is_sweep: bool) -> None:
+    """Adds the words KEY=VALUE to the arguments, and what is wrong with each of them."""
+    values: dict[str, str] = {}
+    loose = [word for word in words if not word.lstrip("+").partition("=")[0] or "=" not in word]
+    if loose:
+        arguments.problems.append(general_problem(explain_loose(loose)))
+    for word in words:
+        key, _, text = word.partition("=")
+        key = key.lstrip("+")
+        if word in loose:
+            continue
+        if key.startswith(("hydra.", "hydra/")):
+            arguments.words.append(word)
+            continue
+        if text.startswith("~/"):  # Hydra takes no ~, and a shell leaves this one
+            text = quote(os.path.expanduser(text))
+        value, problem = read_value(key, text, is_sweep)
+        target = "" if problem else key
+        if not problem:
+            target, problem = find_target(root, key, value, arguments.folder)
+        if problem:
+            arguments.problems.append(Problem(key, value, problem))
+        if target:
+            is_entry = declared_key(target) != target or isinstance(value, dict)
+            sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
+            arguments.words.append(f"{sign}{target}={text}")
+            arguments.set_keys.add(target)
+        if values.setdefault(key, text) != text:
+            message = f"{key} is set to {values[key]} and to {text}; the last value counts"
+            arguments.warnings.append(Problem(key, text, message))
+
+
+def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
+    """(the value of KEY=TEXT in Hydra's grammar; what is wrong with it, or "")."""
+    remedy = f"if it is a text, quote it, as {shlex.quote(f'{key}={quote(text)}')}"
+    if text.startswith(("[", "{")):
+        remedy = "close it, with texts in double quotes, and the whole argument in single ones"
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
     except HydraException:
-        return Problem(key, text, explain_quotes(key, text))
+        return text, f"{key}={text} cannot be read: {remedy}"
     if override.is_sweep_override():
-        remedy = f"for a list write {key}=[{text}], for a text {quote_for_shell(key, text)}"
-        message = f"{word} names several values, and a run has one: {remedy}"
-        return Problem(key, text, message)
-    return Assignment(key, override.value())
+        advice = f"--multirun runs a job for each; for a list write {key}=[{text}]; "
+        problem = f"{key}={text} names several values, and a run has one: {advice}{remedy}"
+        return text, "" if is_sweep else problem
+    return override.value(), ""
 
 
-def explain_quotes(key: str, text: str) -> str:
-    """Which character makes the value unreadable, and how to quote it."""
-    is_list = text[:1] in ("[", "{")
-    match = re.search(NEEDS_QUOTES_IN_LIST if is_list else NEEDS_QUOTES, text, re.ASCII)
-    remedy = f"write {quote_for_shell(key, text)}"
-    if is_list and not match:
-        remedy = "a bracket is missing; put the whole argument in single quotes"
-    elif match and is_list:
-        item = f'as in "a{match[0]}b", and the whole argument in single ones'
-        remedy = f"put the item with {match[0]!r} in double quotes, {item}"
-    elif match and match[0] in "\u201c\u201d\u2018\u2019":
-        remedy = f"{match[0]} is a typographic quote; type straight ones, ' or \""
-    elif match:
-        place = f"after {text[: match.start()]!r}" if match.start() else "at its start"
-        remedy = f"{match[0]!r} {place} needs quotes; {remedy}"
-        if match[0] in ",;=" and match.end() in (1, len(text)):
-            remedy += f", or without the {match[0]!r} if it is a slip"
-    return f"{key}={text} cannot be read: {remedy}"
-
-
-def quote_for_shell(key: str, text: str) -> str:
-    """The argument that sets the key to this text, as one types it in a shell."""
+def quote(text: str) -> str:
+    """A text in Hydra's quotes."""
     escaped = text.replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
+    return f'"{escaped}"'
 
 
-def is_loose(word: str) -> bool:
-    """Whether an argument is not meant to set or to remove a key."""
-    return "=" not in word and word[:1] not in ("+", "~")
+def explain_loose(words: list[str]) -> str:
+    """What to write in place of words that set no key: most are parts of a text with spaces."""
+    listed = f"{', '.join(map(repr, words))} set{'' if words[1:] else 's'} no key"
+    return f"{listed}: write key=value, and a value with spaces in quotes, as 'key=\"a value\"'"
 
 
-def explain_loose_words(words: list[str]) -> Iterator[Problem]:
-    """A problem for each run of arguments that set no key: most are parts of a text with spaces."""
-    before = ""  # the argument that sets a key
-    for are_loose, group in groupby(words, is_loose):
-        arguments = list(group)
-        if not are_loose:
-            before = arguments[-1]
-            continue
-        listed = ", ".join(map(repr, arguments))
-        text = f"{listed} set{'s' if len(arguments) == 1 else ''} no key"
-        text += ": write key=value"
-        if before and not re.match(r"\w+[.][\w.]+:", arguments[0]):  # not key:value
-            key, _, value = before.partition("=")
-            whole = quote_for_shell(key, " ".join([value, *arguments]))
-            text += f"; if this is the rest of {key}, quote the whole: {whole}"
-        yield general_problem(text)
+def find_target(root: type, name: str, value: Any, folder: str) -> tuple[str, str]:
+    """(the key that `name` means, or "" if that is not clear; what is wrong with it, or "").
 
-
-def find_duplicates(assignments: list[Assignment]) -> Iterator[Problem]:
-    """A warning for each argument that sets a key to another value than the first one does."""
-    first: dict[str, Any] = {}
-    for key, value, source in assignments:
-        if not source and first.setdefault(key, value) != value:
-            message = f"{key} is set to {first[key]} and to {value}; the last value counts"
-            yield Problem(key, value, message)
+    A misspelled key sets the one that it must mean, so that no other problem follows from it.
+    `folder` is that of --config-dir.
+    """
+    known = schema_keys(root)
+    given = f"{name}={show_value(value)}"
+    if dropped := explain_dropped(name) or explain_dropped(given):
+        return "", dropped
+    if name == KEY and has_presets(known):
+        problem = explain_preset(value, folder)
+        return ("", problem) if problem else (name, "")
+    if declared_key(name) not in known:
+        return explain_unknown(name, value, known)
+    if name in known and known[name].is_section:
+        remedy = f"set its keys, as {name}.NAME=VALUE; --help {name} lists them"
+        return "", f"{given}: {name} is a section; {remedy}"
+    return name, ""

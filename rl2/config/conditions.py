@@ -1,13 +1,10 @@
-"""When a key of the config has an effect.
+"""What a config means: which models, losses and rows its run has.
 
-A condition reads a config, whose sections say which trainer it is: `adv` is PPO's, `dpo` and `rm`
-are those of DPO and of reward models. The schema names the conditions beside its keys.
+The sections of a config say which trainer it is: `adv` is PPO's, `dpo` and `rm` are those of DPO
+and of reward models.
 """
 
 from typing import Any
-
-from rl2.config.engines import choose_engine, has_gpu
-from rl2.config.key import Condition
 
 
 def estimator_needs(estimator: str) -> tuple[str, ...]:
@@ -139,80 +136,3 @@ def samples(config: Any) -> bool:
 def has_new_adapters(config: Any) -> bool:
     """Whether a worker trains adapters, whose weights are random at first."""
     return any(getattr(section, "lora_rank", 0) for section in vars(config).values())
-
-
-WITH_TEST_DATA = Condition(
-    lambda config, section: has_tests(config),
-    "without data.test_path or data.test_ratio",
-    is_harmless=True,
-)
-WITH_TRAINING_ROWS = Condition(
-    lambda config, section: not config.trainer.eval_only or config.data.test_ratio,
-    "with trainer.eval_only=true",
-    is_harmless=True,
-)
-WITH_SAMPLING_AND_TRAINING = Condition(
-    lambda config, section: trains_new_rollouts(config),
-    "with trainer.eval_only or trainer.rollouts_from: all processes do the same",
-    is_harmless=True,
-)
-WITH_SOURCES = Condition(
-    lambda config, section: isinstance(section.path, dict),
-    "with one source of rows: name several with data.path.NAME=PATH",
-)
-WITH_CRITIC = Condition(
-    lambda config, section: needs_critic(config.adv.estimator),
-    "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
-)
-WITH_ENGINE_PACKAGE = Condition(
-    lambda config, section: choose_engine(section.engine)[0] != "local",
-    "with rollout.engine={section.engine}, which is the local engine here",
-    is_harmless=True,
-)
-WITH_GPU = Condition(lambda config, section: has_gpu(), "without a GPU", is_harmless=True)
-WITH_FILTER = Condition(lambda config, section: section.filter, "without rollout.filter")
-WITH_NEW_ADAPTERS = Condition(
-    lambda config, section: section.lora_rank and not section.adapter,
-    "without {path}.lora_rank, or with {path}.adapter",
-)
-WITH_ADAPTERS = Condition(
-    lambda config, section: section.lora_rank,
-    "without {path}.lora_rank: only weights that adapters freeze are quantised",
-)
-WITH_EVALUATION_ENV = Condition(
-    lambda config, section: plays_tests(config), "without rollout.env_path"
-)
-WITH_SAMPLING = Condition(
-    lambda config, section: samples(config),
-    "where nothing is sampled",
-    is_harmless=True,
-)
-WITH_RANDOMNESS = Condition(
-    lambda config, section: samples(config) or has_new_adapters(config),
-    "where nothing is sampled and lora_rank=0",
-    is_harmless=True,
-)
-WITH_ROUNDED_WEIGHTS = Condition(
-    lambda config, section: section.dtype != "float32" and not section.lora_rank,
-    "with {path}.dtype=float32 or {path}.lora_rank, where no trained weight is rounded",
-    is_harmless=True,
-)
-WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
-    lambda config, section: has_section(config, "adv", "dpo") or config.data.has_test_rows,
-    "without data.test_path or data.test_ratio",
-    is_harmless=True,
-)
-WITH_GROUPS = Condition(
-    lambda config, section: has_section(config, "adv", "dpo", "rm"),
-    "in SFT, where no rows share a prompt",
-    is_harmless=True,
-)
-WITH_PAIRS = Condition(
-    lambda config, section: compares_pairs(config),
-    "with dpo.loss={section.loss}, which takes replies one by one",
-)
-WITH_LOGITS = Condition(
-    lambda config, section: section is not getattr(config, "critic", None),
-    "in a critic or reward model, whose values are always float32",
-    is_harmless=True,
-)

@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rl2.config.assign import near_keys
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, has_presets, load_presets
 from rl2.config.problem import Problem, refuse
+from rl2.config.unknown import near_keys
 from rl2.config.values import get_value, show_value
 
 HELP_COLUMN = 40  # where the explanations of the short help begin

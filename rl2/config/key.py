@@ -1,8 +1,9 @@
-"""How the schema declares a key: its default, help, range, choices and condition in one place."""
+"""How the schema declares a key: its default, help, range and choices, in the field's metadata."""
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -53,55 +54,31 @@ Ratio = Annotated[float, Range(at_least=0, at_most=1)]
 
 
 @dataclass(frozen=True)
-class Unusual:
-    """Values that are allowed and warn, with what they do."""
-
-    effect: str
-    above: float | None = None
-    below: float | None = None
-
-    def explain(self, value: float) -> str:
-        """What is unusual about the value, in words that follow it; "" if nothing is."""
-        if self.above is not None and value > self.above:
-            return f"is unusually large: {self.effect}"
-        if self.below is not None and value < self.below:
-            return f"is unusually small: {self.effect}"
-        return ""
-
-
-@dataclass(frozen=True)
-class Condition:
-    """When a key has an effect: `holds(config, section)`, where `section` is the key's section.
-
-    `reason` completes "KEY=VALUE has no effect ..." for when it does not hold. It may refer to
-    {config}, {section} and {path}, the section's name.
-    """
-
-    holds: Callable[[Any, Any], object]
-    reason: str
-    # Where it does not hold, the key is refused, since the user believes that it does something to
-    # the algorithm. A harmless one warns.
-    is_harmless: bool = False
-
-
-@dataclass(frozen=True)
 class Key:
     """What the schema says about a key or a section. None and the default are always allowed."""
 
     help: str  # its first clause is the short help
     common: bool = False  # whether the short help lists it
     range: Range = Range()  # also of every item of a list or map
-    unusual: Unusual | None = None
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
-    only_if: Condition | None = None
+    # Without these keys this one has no effect, and is refused: of its section, or in full; KEY or
+    # KEY=VALUE, several as "A or B".
+    needs: str = ""
     # A key of the same section that names a function. This key is a setting of that function and
     # has an effect only if the function declares that it reads it.
-    setting_of: str | None = None
-    default_of: str | None = None  # another setting that has the value of this key unless it is set
+    setting_of: str = ""
+    default_of: str = ""  # another setting that has the value of this key unless it is set
     identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
     types: tuple[Any, ...] = ()  # by default those of the field's annotation
+    default: Any = None  # of the field
+
+    @property
+    def leader(self) -> str:
+        """The key whose value this one has unless it is set; "" if there is none."""
+        is_reference = isinstance(self.default, str) and re.fullmatch(r"\$\{[\w.]+\}", self.default)
+        return self.default[2:-1] if is_reference else ""
 
 
 def key(
@@ -113,34 +90,29 @@ def key(
     at_most: float | None = None,
     below: float | None = None,
     may_be_infinite: bool = False,
-    unusual_above: float | None = None,
-    unusual_below: float | None = None,
-    unusual_effect: str = "",
     **properties: Any,
 ) -> Any:
     """A field that is a key.
 
-    The bounds are those of `Range`, in addition to the range of the field's type, and those of
-    `Unusual`. `properties` are the other attributes of Key.
+    The bounds are those of `Range`, in addition to the range of the field's type. `properties` are
+    the other attributes of Key.
     """
-    unusual = None
-    if unusual_effect:
-        unusual = Unusual(unusual_effect, unusual_above, unusual_below)
-    info = Key(
-        help,
-        range=Range(above, at_least, at_most, below, may_be_infinite),
-        unusual=unusual,
-        **properties,
-    )
+    bounds = Range(above, at_least, at_most, below, may_be_infinite)
+    metadata = {"key": Key(help, range=bounds, **properties)}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"key": info})
-    return field(default=default, metadata={"key": info})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str, common: bool = True, **properties: Any) -> Any:
+def section(kind: type, help: str, common: bool = True, needs: str = "") -> Any:
     """A field that is a section. Without `common` the short help lists none of its keys."""
-    info = Key(help, common=common, is_section=True, **properties)
+    info = Key(help, common=common, needs=needs, is_section=True)
     return field(default_factory=kind, metadata={"key": info})
+
+
+def follows(name: str) -> Any:
+    """The default of a key that has the value of another one unless it is set."""
+    return f"${{{name}}}"
 
 
 _known_keys: dict[Any, dict[str, Key]] = {}  # by config class: checks ask for them often
@@ -160,12 +132,14 @@ def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
         name = f"{prefix}{entry.name}"
         declared = _find_declaration(kind, entry.name)
         info: Key = declared.metadata["key"]
+        make = entry.default_factory
         yield (
             name,
             replace(
                 info,
                 range=info.range.narrowed(_range_of_type(declared.type)),
                 types=info.types or _members(types[entry.name]),
+                default=entry.default if make is MISSING else make(),
             ),
         )
         if is_dataclass(entry.default_factory):

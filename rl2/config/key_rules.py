@@ -1,4 +1,4 @@
-"""The checks of single keys, as the schema declares them: choices, ranges, keys without effect.
+"""The rules of single keys, as the schema declares them: choices, ranges, keys without effect.
 
 Every check returns all problems that it finds, so that the user sees them at once.
 """
@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
 from rl2.config.conditions import corrects_mismatch
+from rl2.config.effects import EFFECTS
 from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import explain_algorithm
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import FOLLOWED_KEYS
-from rl2.config.values import get_value
+from rl2.config.values import declared_key, get_value
 from rl2.model.adapter_folder import read_adapter_config
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
 # 2025), and docs/proofs.md.
 LORA_LR_FACTOR = 10
-Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 
 
 def check_choices(config: Any) -> list[Problem]:
@@ -57,28 +54,30 @@ def function_problems(name: str, value: str, functions: Choices[Any]) -> Iterato
         yield wrong_value(name, value, hint + problem)
 
 
-def check_keys(config: Any, set_keys: set[str]) -> Checked:
-    """Values outside their range, unusual ones, and keys that the user set without an effect."""
+def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
+    """Values outside their range, empty texts, and keys that the user set without an effect."""
     problems: list[Problem] = []
-    warnings: list[Problem] = []
-    defaults = type(config)()
     for name, key in schema_keys(type(config)).items():
-        value, default = get_value(config, name), get_value(defaults, name)
+        value, default = get_value(config, name), default_value(config, name)
+        if value == "" and name in set_keys:
+            message = "write a value, or leave the key out; is a shell variable unset?"
+            problems.append(Problem(name, value, f"{name}= is empty: {message}"))
         if key.is_section or isinstance(value, str) or value in (None, default):
             continue
         for bound in broken_bounds(key, value):
             reason = f"it must {bound}; {_show_default(key, default)}"
             problems.append(wrong_value(name, value, reason))
-        effect = key.unusual.explain(value) if key.unusual is not None else ""
-        if effect:
-            warnings.append(Problem(name, value, f"{name}={value} {effect}"))
     for name in sorted(non_default_keys(config, set_keys)):
-        reason, is_harmless = find_unused(config, name)
-        if reason:
+        if reason := find_unused(config, name):
             value = get_value(config, name)
-            problem = Problem(name, value, f"{name}={value} has no effect {reason}")
-            (warnings if is_harmless else problems).append(problem)
-    return problems, warnings
+            problems.append(Problem(name, value, f"{name}={value} has no effect {reason}"))
+    return problems
+
+
+def default_value(config: Any, name: str) -> Any:
+    """The value that a key of the config has if it is not set."""
+    key = schema_keys(type(config))[name]
+    return get_value(config, key.leader) if key.leader else key.default
 
 
 def broken_bounds(key: Key, value: Any) -> Iterator[str]:
@@ -104,39 +103,28 @@ def _show_default(key: Key, default: Any) -> str:
     return f"the default is {default}" + (f" ({key.help})" if is_special else "")
 
 
-def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
-    """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
+def derive_keys(config: Any, set_keys: set[str]) -> None:
+    """Sets what follows from other keys unless it is set itself.
 
-    A key that is set to that value counts as not set. adv.norm_var follows the estimator,
-    actor.correction the engine, and lora_rank the adapters that are trained further. With adapters
-    the default of lr is higher.
+    lora_rank is that of the adapters that are trained further, and lr is higher with adapters.
+    adv.norm_var follows the estimator, and actor.correction the engine.
     """
-    root: Any = OmegaConf.get_type(config)
-    known = schema_keys(root)
-    for name, followed in FOLLOWED_KEYS.items():
-        if name in known and followed in known:
-            value = OmegaConf.select(config, followed)
-            if name not in set_keys or OmegaConf.select(config, name) in (None, value):
-                OmegaConf.update(config, name, value)
-                set_keys.discard(name)
     for name in ("actor", "critic"):
-        if f"{name}.adapter" in known:
-            follow_adapter(config[name], f"{name}.lora_rank" in set_keys)
-            if config[name].lora_rank and f"{name}.lr" not in set_keys:
-                config[name].lr = round(LORA_LR_FACTOR * config[name].lr, 12)
-    if "adv.norm_var" in known and config.adv.norm_var is None:
+        worker = getattr(config, name, None)
+        if worker is None:
+            continue
+        if worker.adapter and f"{name}.lora_rank" not in set_keys:
+            with suppress(ValueError):  # what is wrong with the adapters is told later
+                worker.lora_rank = read_adapter_config(worker.adapter)["r"]
+        if worker.lora_rank and f"{name}.lr" not in set_keys:
+            worker.lr = round(LORA_LR_FACTOR * worker.lr, 12)
+    if hasattr(config, "adv"):
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
-        if "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator):
+        is_read = "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator)
+        if is_read and config.adv.norm_var is None:
             config.adv.norm_var = config.adv.estimator == "gae"
-    if "actor.correction" in known and config.actor.correction is None:
-        config.actor.correction = default_correction(config)
-
-
-def follow_adapter(worker: Any, is_rank_set: bool) -> None:
-    """Gives a worker's section the rank of its adapters. What is wrong with them is told later."""
-    if worker.adapter and not is_rank_set:
-        with suppress(ValueError):
-            worker.lora_rank = read_adapter_config(worker.adapter)["r"]
+        if config.actor.correction is None:
+            config.actor.correction = default_correction(config)
 
 
 def default_correction(config: Any) -> str:
@@ -154,14 +142,12 @@ def default_correction(config: Any) -> str:
     return "none" if choose_engine(config.rollout.engine)[0] == "local" else "sequence_mask"
 
 
-def without_repeats(problems: list[Problem]) -> list[Problem]:
+def without_repeats(config: Any, problems: list[Problem]) -> list[Problem]:
     """Drops the problem of a key that has its wrong value from the key that it follows."""
     causes = [(problem.key, problem.value) for problem in problems]
-    kept = []
-    for problem in problems:
-        if (FOLLOWED_KEYS.get(problem.key), problem.value) not in causes:
-            kept.append(problem)
-    return kept
+    known = schema_keys(type(config))
+    leaders = {name: key.leader for name, key in known.items() if key.leader}
+    return [p for p in problems if (leaders.get(p.key), p.value) not in causes]
 
 
 def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
@@ -169,27 +155,30 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
 
     Such a value has no effect to lose, and a whole config.yaml can be read back.
     """
-    defaults = type(config)()
-    known = schema_keys(type(config))  # without the arguments of the engine
-    return set_keys - {n for n in known if get_value(config, n) == get_value(defaults, n)}
+    known = set(map(declared_key, set_keys)) & schema_keys(type(config)).keys()
+    return {name for name in known if get_value(config, name) != default_value(config, name)}
 
 
-def find_unused(config: Any, name: str) -> tuple[str, bool]:
-    """(why a key has no effect, or "" if it has one; whether the user may leave it so).
-
-    A key has none if its section has none. An argument of the engine is in no schema.
-    """
+def find_unused(config: Any, name: str) -> str:
+    """Why a key has no effect, or "" if it has one. A key has none if its section has none."""
     path = name.rpartition(".")[0]
-    reason, is_harmless = find_unused(config, path) if path else ("", False)
-    key = schema_keys(type(config)).get(name)
-    if reason or key is None:
-        return reason, is_harmless
-    section = get_value(config, path)
-    condition = key.only_if
-    if condition and not condition.holds(config, section):
-        reason = condition.reason.format(config=config, section=section, path=path)
-        return reason, condition.is_harmless
-    return explain_setting(config, name, key) if key.setting_of else "", False
+    if reason := find_unused(config, path) if path else "":
+        return reason
+    key = schema_keys(type(config))[name]
+    if key.needs:
+        needed = [need if "." in need else f"{path}.{need}" for need in key.needs.split(" or ")]
+        if not any(_is_met(config, need) for need in needed):
+            return f"without {' or '.join(needed)}"
+    if name in EFFECTS:
+        return EFFECTS[name](config)
+    return explain_setting(config, name, key) if key.setting_of else ""
+
+
+def _is_met(config: Any, need: str) -> bool:
+    """Whether KEY has a value that is not off, or that of KEY=VALUE."""
+    key, equals, wanted = need.partition("=")
+    value = get_value(config, key)
+    return value == wanted if equals else bool(value)
 
 
 def explain_setting(config: Any, name: str, key: Key) -> str:

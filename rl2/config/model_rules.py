@@ -115,10 +115,6 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         yield wrong_value(f"{name}.quantize_base", worker.quantize_base, f"{reason}; {advice}")
     if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
         yield wrong_value(f"{name}.optimizer_dir", worker.optimizer_dir, "no such folder")
-    if worker.save_freq is not None and worker.save_dir is None:
-        key = f"{name}.save_freq"
-        message = f"{key}={worker.save_freq} needs {name}.save_dir"
-        yield Problem(key, worker.save_freq, message)
     if worker.lora_rank > 0 or worker.adapter:
         yield from check_lora(name, worker)
 

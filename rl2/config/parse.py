@@ -1,34 +1,53 @@
 """From the command line to a checked config.
 
-`parse(PPOConfig, argv)` is the entry that all trainers share. Its stages are in files of their own:
-early.py answers --help, arguments.py reads the words, assign.py sets the keys and rules.py checks
-the values.
+Hydra composes it: the dataclasses of schema.py, the preset that `algo` names, the file that
+--config-name names, and the words KEY=VALUE. Hydra stops at the first mistake. Here each is taken
+out and noted, so that all of them are reported together, with those that rules.py finds.
 """
 
+import os
+import re
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl2.config.arguments import Arguments, Assignment, find_duplicates, read_arguments
-from rl2.config.assign import assign
-from rl2.config.early import answer_early, print_and_exit
+from rl2.config.arguments import Arguments, read_arguments
+from rl2.config.early import answer_early
 from rl2.config.key import schema_keys
-from rl2.config.key_rules import check_choices, find_unused, follow_keys
-from rl2.config.presets import has_presets, take_preset
+from rl2.config.key_rules import derive_keys
+from rl2.config.presets import KEY, NONE, has_presets, store_presets
 from rl2.config.problem import (
     ConfigError,
     Problem,
     add_new_problems,
+    general_problem,
     is_about,
     refuse,
     warn,
 )
 from rl2.config.rules import validate
+from rl2.config.values import unflatten
 
 FindProblems = Callable[[Any], list[Problem]]
+PRIMARY = "arguments"  # the name of the config that Hydra begins with
+# A run has one folder, that of rl2; and its own output.
+QUIET = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.sweep.dir=${trainer.save_dir}",
+]
 
 
 def parse(
@@ -42,38 +61,64 @@ def parse(
 
     `root` is the config class of a trainer or a subclass of one, and has the checks of that one.
 
-    `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
-    every rank exits with status 2. `find_problems(config)` tries what the config names, such as the
-    data. It is called only if there are problems, to show all of them together.
+    `--help` prints and exits. If there are problems, rank 0 prints all of them and every rank exits
+    with status 2. `find_problems(config)` tries what the config names, such as the data. It is
+    called only if there are problems, to show all of them together.
 
     `elsewhere` are sections and keys that need not fit this machine, for a job that will run on
     another one. They may be missing and are not checked, and there are no warnings. `optional` are
     keys that may be missing.
     """
     answer_early(root, argv)
-    arguments = read_arguments(argv)
+    arguments = read_arguments(root, argv)
     draft = compose(root, arguments)
-    if "--cfg" in arguments.options:
-        if not draft.problems and not check_choices(draft.config):
-            print_and_exit(OmegaConf.to_yaml(draft.tree, resolve=True))
-        optional = schema_keys(root)
     problems, warnings = check(draft, find_problems, elsewhere, optional)
     if problems:
         refuse(problems)
     if not elsewhere:
-        warn([*find_duplicates(arguments.assignments), *warnings])
+        warn(warnings)
     return draft.config
+
+
+def answer_by_hydra(root: type, argv: list[str], run: Callable[[Any], None]) -> None:
+    """Lets Hydra answer --cfg, --info and --multirun, and ends the program then.
+
+    `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER.
+    """
+    answer_early(root, argv)
+    arguments = read_arguments(root, argv)
+    if not arguments.options:
+        return
+    if arguments.problems:
+        refuse(arguments.problems)
+
+    @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
+    def job(tree: DictConfig) -> None:
+        draft = finish(root, tree, arguments)
+        problems, warnings = check(draft)
+        if problems:
+            refuse(problems)
+        warn(warnings)
+        folder = HydraConfig.get().runtime.output_dir
+        draft.config.trainer.save_dir = folder
+        run(draft.config)
+
+    store_config(root, arguments)
+    folder = ["--config-dir", arguments.folder] if arguments.folder else []
+    sys.argv[1:] = [*folder, *arguments.options, *QUIET, *arguments.words]
+    job()
+    sys.exit()
 
 
 @dataclass
 class Draft:
     """A config before its checks."""
 
-    tree: DictConfig
-    config: Any  # the tree as its dataclass; None if a ${OTHER.KEY} in it has no value
+    config: Any  # None if Hydra cannot compose it
     set_keys: set[str]  # those that the arguments set
     problems: list[Problem]  # of the arguments
     missing: list[Problem]  # of the keys without a value; in `config` they are empty texts
+    warnings: list[Problem]
 
 
 def make_config(root: type, arguments: Arguments, find_problems: FindProblems | None = None) -> Any:
@@ -86,45 +131,92 @@ def make_config(root: type, arguments: Arguments, find_problems: FindProblems | 
     return draft.config
 
 
+@cache
+def store_schema(root: type) -> str:
+    """Gives Hydra's store the schema and the presets. Returns the name of the schema there."""
+    name = f"rl2_{root.__qualname__}"
+    ConfigStore.instance().store(name, root)
+    store_presets()
+    return name
+
+
+def store_config(root: type, arguments: Arguments) -> None:
+    """Gives Hydra's store the config that the keys of a file or of Python make on the schema."""
+    keys = {**arguments.keys}
+    defaults: list[Any] = [store_schema(root)]
+    if has_presets(schema_keys(root)):
+        defaults.append({KEY: keys.pop(KEY, None) or NONE})
+    defaults += keys.pop("defaults", ["_self_"])
+    ConfigStore.instance().store(PRIMARY, {"defaults": defaults, **unflatten(keys)})
+
+
 def compose(root: type, arguments: Arguments) -> Draft:
-    """Sets what the arguments say in a new config of the class `root`."""
-    problems = [*arguments.problems]
-    tree: DictConfig = OmegaConf.structured(root)
-    known = schema_keys(root)
-    preset: list[Assignment] = []
-    assignments = arguments.assignments
-    if has_presets(known):
-        preset, assignments = take_preset(assignments, problems)
-    preset_keys = assign(tree, known, preset, problems)
-    set_keys = assign(tree, known, assignments, problems)
-    try:
-        all_set_keys = set_keys | preset_keys
-        follow_keys(tree, all_set_keys)
-        set_keys &= all_set_keys
-        config, missing = to_object(tree, set_keys)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        problems.append(Problem(key, MISSING, f"{key}: {str(error).splitlines()[0]}"))
-        return Draft(tree, None, set_keys, problems, missing=[])
-    return Draft(tree, config, set_keys, problems, missing)
+    """Lets Hydra compose a config of the class `root`. What it does not take becomes a problem."""
+    while True:
+        store_config(root, arguments)
+        GlobalHydra.instance().clear()
+        place: Any = hydra.initialize(None, version_base="1.3")
+        if arguments.folder:
+            GlobalHydra.instance().clear()
+            place = hydra.initialize_config_dir(os.path.abspath(arguments.folder), "rl2", "1.3")
+        try:
+            with place:
+                return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
+        except (HydraException, OmegaConfBaseException, OSError) as error:
+            problem = explain(error, arguments)
+            arguments.problems.append(problem)
+            if not leave_out(problem.key, arguments):
+                return Draft(None, set(), arguments.problems, [], arguments.warnings)
 
 
-def to_object(tree: DictConfig, set_keys: set[str]) -> tuple[Any, list[Problem]]:
-    """(the config as its dataclass, the problems of the keys that are missing).
+def explain(error: Exception, arguments: Arguments) -> Problem:
+    """The problem of the first key that Hydra does not take."""
+    text = str(error.__cause__ or error)
+    key = re.search(r"full_key: (\S+)", text)
+    lines = [line for line in text.splitlines() if not line.startswith("In '")]
+    if key is None:
+        return general_problem(" ".join(text.split()))
+    name, reason = key[1], lines[0].strip()
+    word = re.search(r"merging override \+*(.*)", str(error))
+    value = arguments.keys.get(name, MISSING)
+    given = word[1] if word else name if value == MISSING else f"{name}={value}"
+    return Problem(name, value, f"{given}: {reason}")
 
-    Missing keys are empty texts, which pass the checks. Those without an effect may be missing.
+
+def leave_out(key: str, arguments: Arguments) -> bool:
+    """Removes the words, or else the keys, that set `key`. Returns whether there were any."""
+
+    def is_other(name: str) -> bool:
+        name = name.lstrip("+").split("=")[0]
+        return not key or not f"{key}.".startswith(f"{name}.")
+
+    words = list(filter(is_other, arguments.words))
+    keys = arguments.keys
+    if words == arguments.words:
+        keys = {name: value for name, value in keys.items() if is_other(name)}
+    is_changed = words != arguments.words or keys != arguments.keys
+    arguments.words, arguments.keys = words, keys
+    arguments.set_keys = set(filter(is_other, arguments.set_keys))
+    return is_changed
+
+
+def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
+    """Makes the dataclass of a composed config, with the keys that follow from others.
+
+    Missing keys are empty texts, which pass the checks.
     """
-    filled = tree.copy()
-    empty_keys = sorted(OmegaConf.missing_keys(tree))
-    for key in empty_keys:
-        OmegaConf.update(filled, key, "")
-    config = OmegaConf.to_object(filled)
-    known = schema_keys(type(config))
+    OmegaConf.set_struct(tree, False)
     missing = []
-    for key in empty_keys:
-        if key not in set_keys and not find_unused(config, key)[0]:
-            missing.append(Problem(key, MISSING, f"{key} is missing: {known[key].help}"))
-    return config, missing
+    for name, key in schema_keys(root).items():
+        path, _, last = name.rpartition(".")
+        if key.default == MISSING and OmegaConf.is_missing(OmegaConf.select(tree, path), last):
+            missing.append(Problem(name, MISSING, f"{name} is missing: {key.help}"))
+            OmegaConf.update(tree, name, "")
+    config: Any = OmegaConf.to_object(tree)
+    if config.trainer.eval_only and not config.data.test_ratio:
+        missing = [problem for problem in missing if problem.key != "data.path"]
+    derive_keys(config, arguments.set_keys)
+    return Draft(config, arguments.set_keys, arguments.problems, missing, arguments.warnings)
 
 
 def check(
@@ -143,4 +235,4 @@ def check(
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
     if problems and find_problems is not None:
         add_new_problems(problems, find_problems(draft.config))
-    return problems, warnings
+    return problems, [*draft.warnings, *warnings]

@@ -1,7 +1,7 @@
 """Presets: `algo=NAME` sets the keys of a published algorithm, as presets.yaml has them.
 
-A preset is no key of the config: the run folder has the keys that it sets. A key that is written
-beside it wins, whatever the order.
+They are Hydra's config group `algo`, whose default is `none`. A preset is no key of the config: the
+run folder has the keys that it sets. A key that is written beside it wins, whatever the order.
 """
 
 import re
@@ -13,16 +13,15 @@ from typing import Any
 
 import yaml
 
-from rl2.config.arguments import Assignment
-from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import PPOConfig
-from rl2.config.values import flatten, show_value
+from rl2.config.values import flatten, show_value, unflatten
 
 FILE = Path(__file__).with_name("presets.yaml")
 KEY = "algo"
+NONE = "none"
 OTHER_TRAINERS = {"dpo": "dpo", "ipo": "dpo", "sft": "sft", "rm": "rm"}  # name -> command of rl2
 # Under which one looks for a key that names the algorithm.
 ALGORITHM_KEYS = ("algorithm", "alg", "method", "algorithm.name", "trainer.algorithm")
+DEFAULTS = {"adv.estimator": "reinforce", "actor.loss": "ppo"}  # where a preset sets none
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,35 @@ def load_presets() -> dict[str, Preset]:
     return {name: Preset(**entry) for name, entry in entries.items()}
 
 
+def store_presets() -> None:
+    """Makes them known to Hydra."""
+    from hydra.core.config_store import ConfigStore  # here: the report reads presets without Hydra
+
+    store = ConfigStore.instance().store
+    store(NONE, {}, group=KEY, package="_global_")
+    for name, preset in load_presets().items():
+        store(name, unflatten(preset.keys), group=KEY, package="_global_")
+
+
 def has_presets(known: Collection[str]) -> bool:
     """Whether a trainer with these keys is PPO, whose algorithms the presets are."""
     return "adv.estimator" in known
 
 
-def find_preset(text: str) -> str:
-    """The name of the preset that `text` spells in any way, such as "Dr. GRPO"; "" if none."""
-    for name, preset in load_presets().items():
-        if _plain(text) in (_plain(name), _plain(preset.title)):
-            return name
-    return ""
+def explain_preset(value: Any, folder: str) -> str:
+    """What is wrong with `algo=VALUE`; "" if nothing is. Hydra finds further ones in a folder."""
+    if value in (NONE, *load_presets()) or folder and Path(folder, KEY, f"{value}.yaml").is_file():
+        return ""
+    hint = f"{explain_algorithm(str(value))}; " if explain_algorithm(str(value)) else ""
+    return f"{KEY}={show_value(value)}: {hint}choose {', '.join(load_presets())} or {NONE}"
 
 
 def preset_of(config: dict[str, Any]) -> str:
     """The name of the preset that a config has the keys of, the one with most keys; "" if none."""
     values = dict(flatten(config))
     found = ""
-    defaults = {"adv.estimator": PPOConfig().adv.estimator, "actor.loss": PPOConfig().actor.loss}
     for name, preset in load_presets().items():
-        keys = defaults | preset.keys
+        keys = DEFAULTS | preset.keys
         has_all = all(values.get(key) == _resolve(values, keys[key]) for key in keys)
         if has_all and (not found or len(preset.keys) > len(load_presets()[found].keys)):
             found = name
@@ -76,10 +84,9 @@ def _resolve(values: dict[str, Any], value: Any) -> Any:
 
 def explain_algorithm(name: str) -> str:
     """How to choose the algorithm of this name, in words; "" if no algorithm has the name."""
-    preset = find_preset(name)
-    if preset:
-        found = load_presets()[preset]
-        return f"{found.title} is algo={preset}, which sets {found}"
+    for preset, found in load_presets().items():
+        if _plain(name) in (_plain(preset), _plain(found.title)):
+            return f"{found.title} is algo={preset}, which sets {found}"
     if name.lower() in OTHER_TRAINERS:
         return f"it has a trainer of its own, python -m rl2 {OTHER_TRAINERS[name.lower()]}"
     return ""
@@ -88,20 +95,3 @@ def explain_algorithm(name: str) -> str:
 def _plain(text: str) -> str:
     """The name in lower case, without marks and spaces: "Dr. GRPO" is drgrpo."""
     return re.sub(r"[^\w]|_", "", text.lower().replace("++", "plusplus"))
-
-
-def take_preset(
-    assignments: list[Assignment], problems: list[Problem]
-) -> tuple[list[Assignment], list[Assignment]]:
-    """(the assignments of the preset, all others). Of several presets, the last one counts."""
-    others = [assignment for assignment in assignments if assignment.key != KEY]
-    named = [assignment for assignment in assignments if assignment.key == KEY]
-    if not named or named[-1].value is None:
-        return [], others
-    _, value, source = named[-1]
-    name = find_preset(str(value))
-    if not name:
-        problem = wrong_value(KEY, value, f"choose {', '.join(load_presets())}")
-        problems.append(Problem(KEY, value, problem.text, source))
-        return [], others
-    return [Assignment(key, value) for key, value in load_presets()[name].keys.items()], others

@@ -17,7 +17,7 @@ from rl2.config.conditions import (
     plays_tests,
 )
 from rl2.config.engines import is_installed
-from rl2.config.key_rules import Checked, check_choices, check_keys, without_repeats
+from rl2.config.key_rules import check_choices, check_keys, without_repeats
 from rl2.config.model_rules import check_model, find_base_warnings
 from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
@@ -35,7 +35,7 @@ from rl2.config.schema import (
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
-def validate(config: Any, set_keys: set[str]) -> Checked:
+def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Problem]]:
     """(problems, warnings) of a config whose keys and types are right.
 
     `set_keys` are the keys that the user set.
@@ -43,8 +43,8 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     problems = check_choices(config)
     if problems:  # which may be why other keys seem to have no effect
         set_keys = set()
-    key_problems, warnings = check_keys(config, set_keys)
-    problems += key_problems
+    warnings: list[Problem] = []
+    problems += check_keys(config, set_keys)
     problems += check_data(config.data)
     problems += check_experiment_name(config.trainer.experiment_name)
     problems += check_resume(config.trainer.resume)
@@ -52,6 +52,9 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     problems += check_loggers(config.trainer.loggers)
     if isinstance(config, DPOConfig):
         problems += check_dpo(config)
+    if config.trainer.test_freq and not has_tests(config):
+        reason = "there are no test rows: set data.test_path or data.test_ratio"
+        warnings.append(wrong_value("trainer.test_freq", config.trainer.test_freq, reason))
     if plays_tests(config):
         problems += check_evaluation(config.rollout)
         warnings += find_equal_answers(
@@ -66,7 +69,7 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     if isinstance(config, PPOConfig):
         problems += check_ppo(config)
         warnings += find_ppo_warnings(config, set_keys)
-    return without_repeats(problems), warnings
+    return without_repeats(config, problems), warnings
 
 
 def loaded_models(config: Any) -> dict[str, ModelConfig]:
@@ -129,7 +132,7 @@ def check_sources(data: DataConfig) -> Iterator[Problem]:
 def check_rows(key: str, path: Any) -> Iterator[Problem]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
     if not isinstance(path, str):
-        reason = "expected a path"
+        reason = "expected a path, of several files the folder that they are in"
         if key in ("data.path", "data.test_path", "rollout.test_path"):
             reason += f", or {key}.NAME=PATH for each of several sets"
         yield wrong_value(key, path, reason)

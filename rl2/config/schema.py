@@ -1,8 +1,8 @@
 """The sections of the config, one dataclass each. Everything about a key is beside its field.
 
-`key` (in key.py) declares a key with its default, its help, its range, its choices and the
-condition under which it has an effect. A type such as PositiveInt has the range that it says.
-`help.py` prints the help, and `rules.py` checks the rest.
+`key` (in key.py) declares a key with its default, its help, its range, its choices and the keys
+that it needs. A type such as PositiveInt has the range that it says. Hydra composes the config from
+these classes, `help.py` prints the help, and `rules.py` checks the rest.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
@@ -21,70 +21,19 @@ from rl2.algorithms.names import (
     PREFERENCE_LOSS_NAMES,
     TOKEN_AVERAGES,
 )
-from rl2.config.conditions import (
-    WITH_ADAPTERS,
-    WITH_CRITIC,
-    WITH_ENGINE_PACKAGE,
-    WITH_EVALUATION_ENV,
-    WITH_FILTER,
-    WITH_GPU,
-    WITH_GROUPS,
-    WITH_INFERENCE,
-    WITH_LOGITS,
-    WITH_NEW_ADAPTERS,
-    WITH_PAIRS,
-    WITH_RANDOMNESS,
-    WITH_ROUNDED_WEIGHTS,
-    WITH_SAMPLING,
-    WITH_SAMPLING_AND_TRAINING,
-    WITH_SOURCES,
-    WITH_TEST_DATA,
-    WITH_TRAINING_ROWS,
-    clips_to_sampler,
-    estimator_needs,
-    has_teacher,
-    needs_reference,
-)
 from rl2.config.engines import ENGINES
 from rl2.config.key import (
-    Condition,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Ratio,
+    follows,
     key,
     section,
 )
 from rl2.engine.sampling_params import SamplingParams
 
-# A key that is not set has the value of another one. Critic and teacher are placed in
-# memory like the actor, and the critic splits a rollout as the actor does; its rates are its own.
-PLACEMENT = (
-    "dtype",
-    "compile",
-    "fsdp_size",
-    "sp_size",
-    "tp_size",
-    "max_length_per_device",
-    "max_inference_length_per_device",
-    "offload_model",
-)
-FOLLOWERS = {
-    "critic": (
-        *PLACEMENT,
-        "gradient_checkpointing",
-        "offload_optimizer",
-        "update_per_rollout",
-        "epochs_per_rollout",
-    ),
-    "teacher": (*PLACEMENT, "head_dtype", "share_prompts"),
-}
-FOLLOWED_KEYS = {
-    f"{follower}.{name}": f"actor.{name}" for follower, names in FOLLOWERS.items() for name in names
-}
-for name in ("max_new_tokens", "stop"):
-    FOLLOWED_KEYS[f"rollout.test_sampling_params.{name}"] = f"rollout.train_sampling_params.{name}"
 LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
@@ -111,7 +60,6 @@ class DataConfig:
         "data.path.NAME=PATH",
         common=True,
         identity=True,
-        only_if=WITH_TRAINING_ROWS,
         types=(str, dict),  # OmegaConf has no union of them
     )
     weights: dict[str, float] = key(
@@ -120,7 +68,6 @@ class DataConfig:
         "weights; by default its number of rows",
         above=0,
         identity=True,
-        only_if=WITH_SOURCES,
     )
     test_path: Any = key(
         None,
@@ -137,7 +84,7 @@ class DataConfig:
         identity=True,
     )
     test_limit: PositiveInt | None = key(
-        None, "number of rows to use from each test set; the first ones", only_if=WITH_TEST_DATA
+        None, "number of rows to use from each test set; the first ones"
     )
     columns: dict[str, str] = key(
         {},
@@ -214,7 +161,6 @@ class PromptConfig(DataConfig):
     responses_per_test_prompt: PositiveInt = key(
         1,
         "answers sampled per test prompt; more than one gives pass@k and majority votes",
-        only_if=WITH_TEST_DATA,
     )
     few_shot: str | None = key(
         None,
@@ -226,21 +172,18 @@ class PromptConfig(DataConfig):
         None,
         "number of these examples, the first ones; by default all",
         identity=True,
-        only_if=Condition(lambda config, section: section.few_shot, "without data.few_shot"),
+        needs="few_shot",
     )
 
     curriculum: list[float] = key(
         [],
         "[LOW,HIGH]: play prompts with a mean reward between the two more often; that of their "
         "newest answers, or of rollout.score if set; e.g. [0.1,0.9]",
-        only_if=Condition(
-            lambda config, section: config.trainer.n_epochs > 1, "with trainer.n_epochs=1"
-        ),
     )
     curriculum_interval: PositiveInt = key(
         4,
         "epochs after which a prompt outside data.curriculum comes again",
-        only_if=Condition(lambda config, section: section.curriculum, "without data.curriculum"),
+        needs="curriculum",
     )
 
 
@@ -281,7 +224,6 @@ class ModelConfig:
         "dtype of the logits, in training and in the engine; bfloat16 rounds them, which is "
         "faster on a CPU",
         choices=("float32", "bfloat16"),
-        only_if=WITH_LOGITS,
     )
     compile: bool = key(
         False,
@@ -306,15 +248,13 @@ class ModelConfig:
     max_inference_length_per_device: PositiveInt | None = key(
         None,
         "the same for passes without gradients; by default max_length_per_device",
-        only_if=WITH_INFERENCE,
     )
     share_prompts: bool = key(
         True,
         "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
-        only_if=WITH_GROUPS,
     )
     offload_model: bool = key(
-        False, "keep the weights in host memory while they are not in use", only_if=WITH_GPU
+        False, "keep the weights in host memory while they are not in use, on a GPU"
     )
 
 
@@ -341,14 +281,14 @@ class WorkerConfig(ModelConfig):
     lora_alpha: PositiveFloat = key(
         64.0,
         "adapters are scaled by lora_alpha / lora_rank; so the best lr hardly depends on the rank",
-        only_if=WITH_NEW_ADAPTERS,
+        needs="lora_rank",
         identity=True,
     )
     lora_targets: list[str] = key(
         [],
         "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all but the "
         "head",
-        only_if=WITH_NEW_ADAPTERS,
+        needs="lora_rank",
         identity=True,
     )
     adapter: str | None = key(
@@ -361,7 +301,7 @@ class WorkerConfig(ModelConfig):
         None,
         "nf4: store the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes; the "
         "adapters are trained as without it",
-        only_if=WITH_ADAPTERS,
+        needs="lora_rank",
         choices=("nf4",),
         identity=True,
     )
@@ -375,7 +315,6 @@ class WorkerConfig(ModelConfig):
         None,
         "coefficient of the load-balancing loss of a mixture of experts; by default that of a "
         "model whose config asks for it (output_router_logits), else 0",
-        only_if=WITH_LOGITS,
         identity=True,
     )
     dither_weights: bool = key(
@@ -383,7 +322,6 @@ class WorkerConfig(ModelConfig):
         "start each weight at a random place among the numbers that round to it; so updates "
         "below the precision of bfloat16 have an effect at once, as in float32; without it a "
         "higher lr learns best",
-        only_if=WITH_ROUNDED_WEIGHTS,
     )
     optimizer: str = key(
         "adamw",
@@ -395,14 +333,10 @@ class WorkerConfig(ModelConfig):
         1e-6,
         "learning rate; by default ten times as high with LoRA adapters",
         common=True,
-        unusual_above=0.01,
-        unusual_effect="an AdamW update moves every weight by about this much",
     )
     weight_decay: NonNegativeFloat = key(
         0.0,
         "decoupled weight decay",
-        unusual_above=1,
-        unusual_effect="each update multiplies the weights by 1 - lr x weight_decay",
     )
     betas: list[float] = key(
         [0.9, 0.999],
@@ -419,8 +353,6 @@ class WorkerConfig(ModelConfig):
     warmup_ratio: Ratio = key(
         0.0,
         "fraction of the updates over which the learning rate rises linearly",
-        unusual_above=0.5,
-        unusual_effect="the full learning rate is reached only in the last part of the run",
     )
     scheduler: str = key(
         "constant",
@@ -430,20 +362,17 @@ class WorkerConfig(ModelConfig):
     min_lr_ratio: Ratio = key(
         0.0,
         "final learning rate, as a fraction of lr",
-        only_if=Condition(
-            lambda config, section: section.scheduler != "constant",
-            "with {path}.scheduler=constant",
-        ),
+        needs="scheduler=linear or scheduler=cosine",
     )
     offload_optimizer: bool = key(
-        False, "keep the optimizer state in host memory while it is not in use", only_if=WITH_GPU
+        False, "keep the optimizer state in host memory while it is not in use, on a GPU"
     )
     save_dir: str | None = key(None, "also export this worker here, as Hugging Face folders step_N")
-    save_freq: PositiveInt | None = key(None, "steps between these exports")
+    save_freq: PositiveInt | None = key(None, "steps between these exports", needs="save_dir")
     save_optimizer: bool = key(
         False,
         "export the optimizer state too",
-        only_if=Condition(lambda config, section: section.save_dir, "without {path}.save_dir"),
+        needs="save_dir",
     )
 
 
@@ -526,7 +455,7 @@ class ActorConfig(RolloutWorkerConfig):
         None,
         "the length that average=constant divides by; in tokens; Dr. GRPO: the longest answer",
     )
-    correction: str | None = key(  # follow_keys fills it in
+    correction: str | None = key(  # derive_keys fills it in
         None,
         "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
         "importance weights; the others mask what differs too much; by default sequence_mask "
@@ -538,9 +467,6 @@ class ActorConfig(RolloutWorkerConfig):
         "limit of the ratio in the correction; by default 3 with sequence_mask, else 2",
         at_least=1,  # the ratio is 1 where engine and trainer agree
         may_be_infinite=True,
-        only_if=Condition(
-            lambda config, section: section.correction != "none", "with actor.correction=none"
-        ),
     )
     routing_replay: bool = key(
         False,
@@ -552,26 +478,17 @@ class ActorConfig(RolloutWorkerConfig):
         "skip an optimizer step if its mean probability ratio is above this; with skip=sample "
         "single answers; PPO in TRL: 10",
         above=1,  # the ratio is 1 on the policy
-        only_if=Condition(
-            lambda config, section: clips_to_sampler(config) or section.updates_per_step > 1,
-            "with one optimizer step per rollout, where the ratio is 1: raise "
-            "{path}.update_per_rollout or {path}.epochs_per_rollout",
-        ),
     )
     skip: str = key(
         "update",
         "what skip_threshold skips; update: the optimizer step; sample: single answers, which "
         "needs an extra pass over the answers before each update",
         choices=("update", "sample"),
-        only_if=Condition(
-            lambda config, section: section.skip_threshold, "without {path}.skip_threshold"
-        ),
+        needs="skip_threshold",
     )
     entropy: NonNegativeFloat = key(
         0.0,
         "coefficient of an entropy bonus",
-        unusual_above=0.1,
-        unusual_effect="a bonus above 0.01 often makes answers random",
     )
     log_entropy: bool = key(
         False,
@@ -582,10 +499,24 @@ class ActorConfig(RolloutWorkerConfig):
 
 @dataclass
 class CriticConfig(RolloutWorkerConfig):
-    model_name: str | None = key(  # type: ignore[assignment]  # build.py fills it in
+    """Is placed in memory as the actor, and splits a rollout as it does; its rates are its own."""
+
+    model_name: str | None = key(  # type: ignore[assignment]
         None, "model that the critic starts from; by default the actor's", identity=True
     )
     lr: float = 5e-6
+    dtype: str = follows("actor.dtype")
+    compile: bool = follows("actor.compile")
+    fsdp_size: int = follows("actor.fsdp_size")
+    sp_size: int = follows("actor.sp_size")
+    tp_size: int = follows("actor.tp_size")
+    max_length_per_device: int = follows("actor.max_length_per_device")
+    max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
+    offload_model: bool = follows("actor.offload_model")
+    gradient_checkpointing: bool | int = follows("actor.gradient_checkpointing")
+    offload_optimizer: bool = follows("actor.offload_optimizer")
+    update_per_rollout: int = follows("actor.update_per_rollout")
+    epochs_per_rollout: int = follows("actor.epochs_per_rollout")
     clip: PositiveFloat = key(
         0.2, "how far the value may move in a step; inf = any distance", may_be_infinite=True
     )
@@ -593,6 +524,8 @@ class CriticConfig(RolloutWorkerConfig):
 
 @dataclass
 class TeacherConfig(ModelConfig):
+    """Is placed in memory as the actor."""
+
     model_name: str | None = key(  # type: ignore[assignment]
         None,
         "model to distill from, on-policy; must have the actor's tokenizer; with teacher.base_url "
@@ -610,7 +543,7 @@ class TeacherConfig(ModelConfig):
         "openai",
         "how the server is asked; openai: completions with echo, as of vLLM; sglang: /generate",
         choices=("openai", "sglang"),
-        only_if=Condition(lambda config, section: section.base_url, "without teacher.base_url"),
+        needs="base_url",
     )
     hint: str | None = key(
         None,
@@ -629,11 +562,17 @@ class TeacherConfig(ModelConfig):
     coef: PositiveFloat = key(
         1.0,
         "weight of the KL divergence; in the advantage of each token or in the loss",
-        only_if=Condition(
-            lambda config, section: "teacher_logps" not in estimator_needs(config.adv.estimator),
-            "with adv.estimator={config.adv.estimator}, where it is the whole advantage",
-        ),
     )
+    dtype: str = follows("actor.dtype")
+    head_dtype: str = follows("actor.head_dtype")
+    compile: bool = follows("actor.compile")
+    fsdp_size: int = follows("actor.fsdp_size")
+    sp_size: int = follows("actor.sp_size")
+    tp_size: int = follows("actor.tp_size")
+    max_length_per_device: int = follows("actor.max_length_per_device")
+    max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
+    share_prompts: bool = follows("actor.share_prompts")
+    offload_model: bool = follows("actor.offload_model")
 
 
 @dataclass
@@ -642,8 +581,6 @@ class SamplingConfig:
         SamplingParams.temperature,
         "divides the logits, in the engine and in training",
         common=True,
-        unusual_above=2,
-        unusual_effect="answers are close to random tokens",
     )
     top_p: PositiveFloat = key(
         SamplingParams.top_p,
@@ -676,12 +613,8 @@ class TestSamplingConfig(SamplingConfig):
 
 @dataclass
 class PPOTestSamplingConfig(TestSamplingConfig):
-    max_new_tokens: PositiveInt | None = key(  # type: ignore[assignment]  # follow_keys fills it in
-        None, "longest answer of one turn, in tokens; by default as in training"
-    )
-    stop: list[str] = key(  # follow_keys fills it in
-        list(SamplingParams.stop), "texts that end a turn and stay in it; by default as in training"
-    )
+    max_new_tokens: int = follows("rollout.train_sampling_params.max_new_tokens")
+    stop: list[str] = follows("rollout.train_sampling_params.stop")
 
 
 @dataclass
@@ -758,7 +691,6 @@ class RolloutConfig(PlayConfig):
     engine_args: dict[str, Any] = key(
         {},
         "other arguments of the engine of SGLang or vLLM: rollout.engine_args.NAME=VALUE",
-        only_if=WITH_ENGINE_PACKAGE,
     )
     num_processes: NonNegativeInt = key(
         0,
@@ -766,7 +698,6 @@ class RolloutConfig(PlayConfig):
         "ones of the job; 0: all processes do both, one after the other",
         common=True,
         identity=True,
-        only_if=WITH_SAMPLING_AND_TRAINING,
     )
     lora: str = key(
         "auto",
@@ -774,24 +705,16 @@ class RolloutConfig(PlayConfig):
         "adapter: the adapters alone, which it applies, not with sglang; auto: adapter with the "
         "embedded engine on a CPU or on processes of its own, else merged",
         choices=("auto", "merged", "adapter"),
-        only_if=Condition(
-            lambda config, section: config.actor.lora_rank,
-            "without actor.lora_rank",
-            is_harmless=True,
-        ),
     )
-    tp_size: PositiveInt = key(
-        1, "GPUs that share an engine of SGLang or vLLM", only_if=WITH_ENGINE_PACKAGE
-    )
-    gpu_memory_utilization: PositiveFloat | str = key(
+    tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang or vLLM")
+    gpu_memory_utilization: Any = key(
         "auto",
         "fraction of the free GPU memory that SGLang or vLLM may take; auto: what the trainer "
         "is predicted to leave",
         choices=("auto",),
+        above=0,
         at_most=1,
-        unusual_above=0.9,
-        unusual_effect="the trainer's processes need some of it while the engine is awake",
-        only_if=WITH_ENGINE_PACKAGE,
+        types=(float, str),
     )
     exact: bool | None = key(
         None,
@@ -807,7 +730,6 @@ class RolloutConfig(PlayConfig):
         PPOTestSamplingConfig,
         "sampling of answers on data.test_path",
         common=False,
-        only_if=WITH_TEST_DATA,
     )
     partial: bool = key(
         False,
@@ -819,10 +741,7 @@ class RolloutConfig(PlayConfig):
         "how far rollouts run ahead; with rollout.num_processes in steps, 1 if unset; with "
         "partial rollouts the limit of a token's age in updates when its answer continues or is "
         "trained, and older answers are sampled again",
-        only_if=Condition(
-            lambda config, section: section.partial or section.num_processes,
-            "with rollout.num_processes=0 and rollout.partial=false",
-        ),
+        needs="partial or num_processes",
     )
     filter: list[float] = key(
         [],
@@ -835,7 +754,7 @@ class RolloutConfig(PlayConfig):
         10,
         "most prompts that replace filtered ones in a step; in multiples of "
         "data.prompts_per_rollout; then it trains what it has",
-        only_if=WITH_FILTER,
+        needs="filter",
     )
     drop_solved: float | None = key(
         None,
@@ -855,16 +774,12 @@ class RolloutConfig(PlayConfig):
     overlong_penalty: PositiveFloat = key(
         1.0,
         "how much the reward has fallen at max_new_tokens",
-        only_if=Condition(
-            lambda config, section: section.overlong_buffer, "without rollout.overlong_buffer"
-        ),
+        needs="overlong_buffer",
     )
     length_penalty: NonNegativeFloat = key(
         0.0,
         "what a training answer of max_new_tokens loses where all answers to its prompt "
         "succeed; less where fewer do; e.g. 0.1 (ALP); logged as the reward part length_penalty",
-        unusual_above=1,
-        unusual_effect="the penalty outweighs a reward of 1",
     )
 
 
@@ -910,8 +825,6 @@ class KLConfig:
         0.0,
         "weight of the KL divergence from the start model; 0 loads no reference model",
         common=True,
-        unusual_above=1,
-        unusual_effect="the KL term outweighs a reward of 1",
     )
     type: str | None = key(
         None,
@@ -923,36 +836,26 @@ class KLConfig:
     update_freq: PositiveInt | None = key(
         None,
         "steps between copies of the actor into the reference; by default it stays the start model",
-        only_if=Condition(
-            lambda config, section: needs_reference(config),
-            "with kl.coef=0",
-        ),
         identity=True,
     )
     reward_estimator: str = key(
         "k1",
         "estimator with kl.type=reward",
         choices=KL_ESTIMATOR_NAMES,
-        only_if=Condition(
-            lambda config, section: section.type == "reward", "with kl.type={section.type}"
-        ),
+        needs="type=reward",
     )
     loss_estimator: str = key(
         "k2",
         "estimator with kl.type=loss; k2 has the gradient of the KL divergence",
         choices=KL_ESTIMATOR_NAMES,
-        only_if=Condition(
-            lambda config, section: section.type == "loss", "with kl.type={section.type}"
-        ),
+        needs="type=loss",
     )
     importance_weights: bool | None = key(
         None,
         "weight the KL term in the loss by the ratio of the current to the sampling policy; its "
         "gradient is then that of the KL divergence; by default on with several updates per "
         "step",
-        only_if=Condition(
-            lambda config, section: section.type == "loss", "with kl.type={section.type}"
-        ),
+        needs="type=loss",
     )
 
 
@@ -971,12 +874,10 @@ class AdvConfig:
     gamma: Ratio = key(
         1.0,
         "discount of later rewards, per token",
-        unusual_below=0.9,
-        unusual_effect="a reward that comes 50 tokens later counts less than 1%",
         setting_of="estimator",
     )
     lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
-    norm_var: bool | None = key(  # follow_keys fills it in
+    norm_var: bool | None = key(  # derive_keys fills it in
         None,
         "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
         "Dr. GRPO); gae: of the batch; by default on with gae, else off",
@@ -992,8 +893,6 @@ class DPOLossConfig:
         "how strongly the policy is held to the start model; tau of ipo; in simpo the scale of the "
         "margin, e.g. 2; in orpo lambda; in kto how fast the value of a reply saturates",
         common=True,
-        unusual_above=5,
-        unusual_effect="the policy hardly moves away from the start model",
     )
     loss: str = key(
         "sigmoid",
@@ -1028,9 +927,6 @@ class DPOLossConfig:
         0.0,
         "weight of an SFT loss on the chosen replies; keeps them likely; e.g. 0.2 (Llama 3) or "
         "1 (RPO)",
-        unusual_above=5,
-        unusual_effect="the SFT loss outweighs the preferences",
-        only_if=WITH_PAIRS,
     )
 
 
@@ -1040,8 +936,6 @@ class RewardLossConfig:
         0.0,
         "weight of a squared error that keeps the mean reward of pairs near 0; e.g. 0.01",
         common=True,
-        unusual_above=1,
-        unusual_effect="keeping the mean near 0 outweighs the order of the pairs",
     )
 
 
@@ -1065,7 +959,6 @@ class TrainerConfig:
     deterministic: bool | None = key(
         None,
         "rollouts repeat bit for bit on the same layout; by default on a CPU only",
-        only_if=WITH_SAMPLING,
     )
     save_dir: str = key(
         "runs/${trainer.experiment_name}", "folder for everything the run writes", common=True
@@ -1093,7 +986,6 @@ class TrainerConfig:
         None,
         "steps between evaluations; by default only before and after training",
         common=True,
-        only_if=WITH_TEST_DATA,
     )
     save_best: str | None = key(
         None,
@@ -1117,7 +1009,6 @@ class TrainerConfig:
         0,
         "seed of sampling and of new weights",
         at_most=LARGEST_SEED,
-        only_if=WITH_RANDOMNESS,
     )
 
 
@@ -1148,9 +1039,7 @@ class PPOTrainerConfig(TrainerConfig):
 class PPOConfig:
     data: PromptConfig = section(PromptConfig, "the rows")
     actor: ActorConfig = section(ActorConfig, "the policy that is trained")
-    critic: CriticConfig = section(
-        CriticConfig, "the value model of gae", common=False, only_if=WITH_CRITIC
-    )
+    critic: CriticConfig = section(CriticConfig, "the value model of gae", common=False)
     rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
     kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
     adv: AdvConfig = section(AdvConfig, "advantages")
@@ -1158,10 +1047,7 @@ class PPOConfig:
         TeacherConfig,
         "the teacher of on-policy distillation",
         common=False,
-        only_if=Condition(
-            lambda config, section: has_teacher(config),
-            "without teacher.model_name, teacher.base_url or teacher.hint",
-        ),
+        needs="teacher.model_name or teacher.base_url or teacher.hint",
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
 
@@ -1173,7 +1059,6 @@ class SFTConfig:
     rollout: EvaluationConfig = section(
         EvaluationConfig,
         "evaluation by generation",
-        only_if=WITH_EVALUATION_ENV,
     )
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
@@ -1185,7 +1070,6 @@ class DPOConfig:
     rollout: EvaluationConfig = section(
         EvaluationConfig,
         "evaluation by generation",
-        only_if=WITH_EVALUATION_ENV,
     )
     dpo: DPOLossConfig = section(DPOLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")

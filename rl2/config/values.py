@@ -39,6 +39,26 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def unflatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts of dotted keys."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = value
+    return tree
+
+
 def show_value(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def declared_key(name: str) -> str:
+    """The name as a schema declares it: that of the map, if it is an entry of an open one."""
+    for key in OPEN_KEYS:
+        if name.startswith(f"{key}."):
+            return key
+    return name

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl2.config.schema import FOLLOWED_KEYS
+from rl2.config.key import schema_keys
+from rl2.config.schema import PPOConfig
 from rl2.report.saved import Record
 from rl2.run.changes import Change
 from rl2.tools.compare import ABSENT, Comparison, Difference, Run, flatten
@@ -117,9 +118,10 @@ def find_changes(first: Run, second: Run, step: int) -> tuple[list[Change], list
 
 def follows_leader(name: str, before: Record, now: Record) -> bool:
     """Returns whether the key changed like the key that gives it its value unless it is set."""
-    leader = FOLLOWED_KEYS.get(name)
-    if leader is None:
+    known = schema_keys(PPOConfig)
+    if name not in known or not known[name].leader:
         return False
+    leader = known[name].leader
     has_followed = before.get(name) == before.get(leader)
     return has_followed and now.get(name) == now.get(leader)
 

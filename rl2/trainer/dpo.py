@@ -25,7 +25,8 @@ from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, RowKind, to_samples
 from rl2.data.formats import labels
 from rl2.model.token_model import TokenScores
-from rl2.trainer.launch import Trainer, launch, train_and_finish
+from rl2.trainer.inside import Trainer
+from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun, find_row_problems
 from rl2.trainer.recorder import Replay
 
@@ -163,7 +164,7 @@ TRAINER = Trainer(DPOConfig, start, find_problems)
 
 
 def main() -> None:
-    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
+    launch(TRAINER)
 
 
 if __name__ == "__main__":

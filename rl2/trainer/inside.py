@@ -13,7 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,21 +24,29 @@ import torch.distributed as dist
 
 from rl2 import cleanup, progress
 from rl2.algorithms.find import forget_files
-from rl2.config.arguments import Arguments, Assignment
+from rl2.config.arguments import Arguments, take_keys
 from rl2.config.engines import choose_engine
 from rl2.config.parse import compose, make_config
-from rl2.config.problem import ConfigError
+from rl2.config.problem import ConfigError, Problem, general_problem, refuse
 from rl2.config.schema import PPOConfig
 from rl2.run.folder import AllStepsDone
-from rl2.run.signals import BorrowedSignals
+from rl2.run.signals import BorrowedSignals, user_errors
 from rl2.run.watchdog import Watchdog
 from rl2.thread_exceptions import raise_in_thread
 from rl2.trainer.given import Inputs, remove
-from rl2.trainer.launch import Trainer
 
 Result = TypeVar("Result")
 
 _is_training = threading.Lock()  # one run at a time: it has the process group and the phase
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer of rl2, as `launch` and `rl2.train` start it."""
+
+    config_class: type
+    start: Callable[..., None]  # trains with a config
+    find_problems: Callable[..., list[Problem]]  # tries what a config names, see `parse`
 
 
 def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
@@ -66,42 +75,47 @@ def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Calla
 
 
 def _train(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
-    forget_files()
-    progress.enter("loading")
-    with _preserved_process(), cleanup.scope():
+    with _own_process():
         config = _make_config(trainer, inputs, functions)
         _check_engine(config)
-        with Watchdog(config.trainer.watchdog):
-            try:
-                if functions:
-                    trainer.start(config, functions)
-                else:
-                    trainer.start(config)
-            except AllStepsDone:
-                pass
+        _start(trainer, config, functions)
     return Path(config.trainer.save_dir).absolute()
+
+
+def train_job(trainer: Trainer, config: Any) -> None:
+    """Trains with the config, after and before other runs of this process: a job of --multirun."""
+    if "RANK" in os.environ:
+        advice = "start it without torchrun, or one torchrun for each value"
+        refuse([general_problem(f"--multirun runs its jobs in one process: {advice}")])
+    with BorrowedSignals(), user_errors(), _own_process():
+        _start(trainer, config, {})
+
+
+def _start(trainer: Trainer, config: Any, functions: Mapping[str, Callable]) -> None:
+    with Watchdog(config.trainer.watchdog), suppress(AllStepsDone):
+        if functions:
+            trainer.start(config, functions)
+        else:
+            trainer.start(config)
 
 
 def _make_config(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Any:
     """Returns the checked config. Its input files are in the run folder, unless it is refused."""
+    root = trainer.config_class
     find_problems = trainer.find_problems
     if functions:
         find_problems = partial(find_problems, functions=functions)
-    draft = compose(trainer.config_class, _to_arguments(inputs.values))
+    draft = compose(root, take_keys(root, inputs.values, Arguments()))
     if draft.config is None:
         raise ConfigError(draft.problems)
     folder = Path(draft.config.trainer.save_dir)
     written = inputs.write(folder)
     try:
-        arguments = _to_arguments(inputs.list_values(folder))
-        return make_config(trainer.config_class, arguments, find_problems)
+        arguments = take_keys(root, inputs.list_values(folder), Arguments())
+        return make_config(root, arguments, find_problems)
     except ConfigError:
         remove(written)
         raise
-
-
-def _to_arguments(values: Mapping[str, Any]) -> Arguments:
-    return Arguments(assignments=[Assignment(key, value) for key, value in values.items()])
 
 
 def _check_engine(config: Any) -> None:
@@ -115,6 +129,15 @@ def _check_engine(config: Any) -> None:
             "which runs an event loop here, as in every notebook: set rollout.engine=local, or "
             "train from a script"
         )
+
+
+@contextmanager
+def _own_process() -> Iterator[None]:
+    """A run's place: nothing of an earlier run is in it, and nothing of this one remains."""
+    forget_files()
+    progress.enter("loading")
+    with _preserved_process(), cleanup.scope():
+        yield
 
 
 @contextmanager

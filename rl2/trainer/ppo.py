@@ -39,7 +39,8 @@ from rl2.rollout.stats import (
     to_records,
     training_samples,
 )
-from rl2.trainer.launch import Trainer, launch, train_and_finish
+from rl2.trainer.inside import Trainer
+from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
 from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
 from rl2.trainer.recorder import is_due
@@ -405,7 +406,7 @@ TRAINER = Trainer(PPOConfig, start, find_ppo_problems)
 
 
 def main() -> None:
-    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
+    launch(TRAINER)
 
 
 if __name__ == "__main__":

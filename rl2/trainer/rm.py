@@ -18,7 +18,8 @@ from rl2.config.schema import RMConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.data.formats import pair_margin
 from rl2.model.token_model import TokenScores
-from rl2.trainer.launch import Trainer, launch, train_and_finish
+from rl2.trainer.inside import Trainer
+from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun, find_row_problems
 from rl2.trainer.recorder import Replay
 
@@ -93,7 +94,7 @@ TRAINER = Trainer(RMConfig, start, partial(find_row_problems, PAIR_ROWS))
 
 
 def main() -> None:
-    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
+    launch(TRAINER)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from rl2.batch import Batch, collate
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.launch import Trainer, launch, train_and_finish
+from rl2.trainer.inside import Trainer
+from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import Measure, OfflineRun, find_row_problems
 from rl2.trainer.recorder import Replay
 
@@ -72,7 +73,7 @@ TRAINER = Trainer(SFTConfig, start, partial(find_row_problems, SFT_ROWS))
 
 
 def main() -> None:
-    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
+    launch(TRAINER)
 
 
 if __name__ == "__main__":
