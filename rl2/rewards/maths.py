@@ -56,21 +56,24 @@ KNOWN_UNIT = re.compile(
 # A letter after a number, which may be a unit or a variable
 LETTER = re.compile(r"\d\s*[a-zA-Z]\s*$", re.ASCII)
 # What math-verify leaves out, beside scales
-IGNORED = re.compile(r"\\[lc]?dots|\.\.|mod|\\infty\]|\[-\\infty")
+IGNORED = re.compile(r"\\[lc]?dots|\.\.|mod|\\infty\]|\[-\\infty|(?<=\d)'")
 # A side of an equation without a variable
 CONSTANT = re.compile(r"(?:[^a-zA-Z]|\\(?:frac|sqrt|pi|cdot|times|div)(?![a-zA-Z]))*")
+# What an equation may define: x, f(x), a_1, AP:PB
+NAME = re.compile(r"[a-zA-Z]+(?:\([a-zA-Z]\)|_\{?\w+\}?|:[a-zA-Z]+)?")
 # A product that math-verify takes for a mixed number
 JUXTAPOSED = re.compile(r"(?<![\d._^])(\d+)\s*\((?=\s*\\[dtc]?frac)", re.ASCII)
 BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
 # Intervals, also with outward brackets, and inequalities of one letter, as one_spelling has them
 INTERVAL = re.compile(r"(?:[a-zA-Z]\\in)?([(\[\]])([^()\[\]]+,[^()\[\]]+)([)\[\]])")
 BOUND = r"[^<>=,a-zA-Z]*(?:\\(?:frac|sqrt|pi|infty)[^<>=,a-zA-Z]*)*"
+UNKNOWN = r"[a-zA-Z](?:\([a-zA-Z]\))?"
 LESS, GREATER = r"(<|\\lt|\\le)", r"(>|\\gt|\\ge)"
-BETWEEN = re.compile(rf"({BOUND}){LESS}[a-zA-Z]{LESS}({BOUND})")
-DOWN = re.compile(rf"({BOUND}){GREATER}[a-zA-Z]{GREATER}({BOUND})")
-FROM = re.compile(rf"[a-zA-Z]{GREATER}({BOUND})|({BOUND}){LESS}[a-zA-Z]")
+BETWEEN = re.compile(rf"({BOUND}){LESS}{UNKNOWN}{LESS}({BOUND})")
+DOWN = re.compile(rf"({BOUND}){GREATER}{UNKNOWN}{GREATER}({BOUND})")
+FROM = re.compile(rf"{UNKNOWN}{GREATER}({BOUND})|({BOUND}){LESS}{UNKNOWN}")
 UNEQUAL = re.compile(rf"[a-zA-Z]\\ne({BOUND})")
-UP_TO = re.compile(rf"[a-zA-Z]{LESS}({BOUND})|({BOUND}){GREATER}[a-zA-Z]")
+UP_TO = re.compile(rf"{UNKNOWN}{LESS}({BOUND})|({BOUND}){GREATER}{UNKNOWN}")
 # A letter alone, also inside \text{}
 CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", re.ASCII)
 
@@ -128,7 +131,7 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
     if spelling in ("", expected_spelling):
         return spelling != ""
     sides = _sides(spelling)
-    if len(sides) > 1 and "=" not in expected_spelling:  # math-verify would take the last one
+    if sides != [spelling] and "=" not in expected_spelling:  # math-verify would take the last one
         return all(same_maths(side, answer, cpu_seconds) for side in sides)
     exact, approximately, decimal = spelling.partition(r"\approx")
     if approximately and approximately not in expected_spelling:
@@ -209,7 +212,10 @@ def _sides(spelling: str) -> list[str]:
     Several equations are one side.
     """
     *before, last = [spelling] if "," in spelling else spelling.split("=")
-    return [*filter(CONSTANT.fullmatch, before), last]
+    constants = [side for side in before if CONSTANT.fullmatch(side)]
+    names = [side for side in before if NAME.fullmatch(side)]
+    are_all = len(constants) + len(names) == len(before)
+    return [*constants, last] if constants or are_all else [spelling]
 
 
 def _as_interval(spelling: str) -> str | None:

@@ -86,6 +86,7 @@ MEASURE = re.compile(
     r"(?:(square|sq|cubic|cu)\b\.? ?)?([$€£¢]|(?<![a-z'])[a-z]+)"
     r"(?:(?: per | an |/) ?(?:1 )?(h|hour|second|s|minute)s?\b)?\.?\s*\^?([23²³]?)"
 )
+POWERS = str.maketrans("²³", "23")
 SPEED = re.compile(
     r"speed|fast|rate|pace|mph|km/h|per (?:hour|minute|second)|an hour", re.IGNORECASE
 )
@@ -104,6 +105,10 @@ MENTIONED = re.compile(r"[a-z]{3,}|(?<=\d)[a-z]+|(?<=\d )(?!in\b)[a-z]+|[$€£�
 # Words after which a measure is not what a number counts: 21 eggs a week
 PREPOSITION = re.compile(
     r"\b(?:per|an?|each|every|last|this|in|for|from|on|at|by|is|does|did|do)\b|/"
+)
+# What a rate is per, in full or as in "monthly"
+PERIOD = re.compile(
+    r"(?:\b(?:per|an?|each|every)|/) ?(hour|day|week|month|year)\b|\b(hour|dai|week|month|year)ly\b"
 )
 # Letters that are units: after a space, and after the digits, where m may be millions.
 LETTER_UNITS, GLUED_UNITS = set("ghlmsCFLW"), set("ghlsL")
@@ -221,7 +226,7 @@ def units(text: str) -> Iterator[tuple[str, str, str]]:
         if dimension == "length" and over:
             dimension = "speed"
             name += " per " + MEASURES[over][1]
-        power = power or {"sq": "2", "cu": "3"}.get(square[:2], "")
+        power = power.translate(POWERS) or {"sq": "2", "cu": "3"}.get(square[:2], "")
         if dimension and (word != "in" or power):  # else the preposition
             yield dimension, name, power
 
@@ -236,15 +241,18 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
     match = PROSE.fullmatch(in_prose(re.sub(r"^.*=", "", field)))
     if match is None or not isinstance(question, str):
         return False
+    last_sentence = re.split(r"[.!]\s", question.strip())[-1]
+    asked_periods = _periods(last_sentence)
+    if asked_periods and not asked_periods >= _periods(match["after"]):
+        return True
     found = _counted(match["currency"] or match["after"])
     if found is None:
         return False
-    last_sentence = re.split(r"[.!]\s", question.strip())[-1]
     counts = HOW_MANY.findall(last_sentence)
     texts = [*counts, *IN_UNITS.findall(last_sentence)]
     asked = [counted for text in texts if (counted := _counted(text)) is not None]
     if counts or asked:
-        return found[1] not in {name for _, name, _ in asked}
+        return not any(found[1] == name and found[2] in ("", power) for _, name, power in asked)
     if found[0] == "speed" and not SPEED.search(last_sentence):
         return True
     if any(d != found[0] and asks.search(last_sentence) for d, asks in DIMENSIONS.items()):
@@ -256,6 +264,12 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
     if found[0] in ("money", "time") and all(dimension != found[0] for dimension, _ in mentioned):
         return False
     return bool(mentioned) and not names.issuperset(found[1].split(" per "))
+
+
+def _periods(text: str) -> set[str]:
+    """Returns the periods of the rates in a text: month for "per month" and for "monthly"."""
+    found = {long or short for long, short in PERIOD.findall(text.lower())}
+    return {"day" if period == "dai" else period for period in found}
 
 
 def _counted(text: str) -> tuple[str, str, str] | None:
@@ -292,7 +306,7 @@ def _introduces(text: str) -> bool:
 def _is_unit(text: str, is_money: bool) -> bool:
     """Returns whether words after a number say what it counts: apples, cm^2, dollars per hour."""
     words = WORD.findall(text)
-    if not words or words == ["."]:
+    if not words or words in (["."], ['"']):  # 12" are inches
         return True
     if words[0] in (".", "!") or words[-1] in ("/", "a") or len(words) > 2 * MAX_UNIT_WORDS:
         return False

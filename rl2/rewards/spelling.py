@@ -48,6 +48,10 @@ ROOTS = [
     (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"√\s*(?=\{)", r"\\sqrt"),
     (r"\\\\\s*\[[\d.]*(?:pt|em|ex|mm|cm)\]", r"\\\\"),  # the height of a row
+    (r"(?<![a-z])\{([,:])\}", r"\1"),
+    (r"(?<=\d),(?=(?:\d{3},)*\d{3}\})", ""),  # thousands in an argument: \frac{20,000}{3}
+    (r"\\big(cup|cap)(?![a-zA-Z])", r"\\\1"),
+    (r"\\backslash(?![a-zA-Z])", r"\\setminus"),
 ]
 COMMANDS: dict[str, int | str | None] = {
     "π": r"\pi ",
@@ -73,6 +77,7 @@ SPELLINGS = [
     (r"^\s*\\text\{\s*(?:[Aa]n?|[Tt]he)\s+(?=[a-z]{3})", r"\\text{"),
     (r"\\text\{\s*(?:there (?:is|are) )?[Nn]o (?:real )?solutions?\.?\s*\}", r"\\emptyset"),
     (r"^\s*[Nn]o (?:real )?solutions?\s*$", r"\\emptyset"),
+    (r"^\s*(?:\\text\{)?\s*[Aa]ll real numbers\s*\}?\s*$", r"\\mathbb{R}"),
     # Spaces, delimiters of formulas, dollars, degrees
     (r"(?<!\\)\\(?:[,;:! ]|(?:q?quad|displaystyle)(?![a-zA-Z]))|~", " "),
     (r"(?<!\\)\\[()\[\]]|\\?\$", " "),
@@ -90,7 +95,12 @@ SPELLINGS = [
     # A space between two digits separates: 2 1/2 is not 21/2.
     (r"\s+", " "),
     (r"(?<!\d) | (?!\d)", ""),
-    (r"\{,\}", ","),
+    # Lists and ratios in words: 3, 5, and 7; 3 to 2
+    (r"(?<=[\d)}]),?and(?=[-\d(\\])", ","),
+    (r"(?<=\d)to(?=\d)", ":"),
+    (r"(?<=\d)[aA]\.?[mM]\.?$", "am"),
+    (r"(?<=\d)[pP]\.?[mM]\.?$", "pm"),
+    (r"^([a-zA-Z])\\in\\\{([^{}]*)\\\}$", r"\1=\2"),
     # Braces around each argument: \frac12, \frac{1}2, \frac1{2}, \sqrt3
     (r"\\frac([^{\\\s])(?=[^\s])", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
