@@ -118,7 +118,8 @@ def test_lines_that_are_read_and_printed_may_be_lists():
         ({"fn_name": "f", "inputs": ["1"], "outputs": [[1]]}, "outputs.*JSON.*got \\[1\\]"),
         ({"inputs": [{"a": 1}], "outputs": ["1"]}, "expected inputs .*got {'a': 1}"),
         ({"inputs": ["1"], "outputs": [1]}, "expected outputs .*got 1"),
-        ({"inputs": [], "outputs": []}, "0 inputs"),
+        ({"inputs": [], "outputs": []}, "0 inputs, 0 outputs"),
+        ({"inputs": [""], "outputs": []}, "1 inputs, 0 outputs"),
         ({"input": ["1"], "output": ["1"]}, "inputs.*outputs.*got input, output"),
         ([1], "expected .*got 1"),
         (None, "expected .*got None"),
@@ -412,12 +413,6 @@ def test_verdicts_are_kept_but_not_those_of_programs_that_ran_out_of_time(monkey
     assert len(runs) == 2
     with pytest.raises(IndexError):  # other limits, another verdict
         judge(SUM, cases, Limits(cpu_seconds=1))
-
-
-@pytest.mark.parametrize("cases", [{"inputs": [], "outputs": []}, {"inputs": [""], "outputs": []}])
-def test_test_cases_that_do_not_fit_are_an_error(cases):
-    with pytest.raises(ValueError, match="test_cases: . inputs, 0 outputs"):
-        judge(SUM, cases)
 
 
 def test_tests_that_are_no_python_are_an_error():
