@@ -432,6 +432,7 @@ DIGITS = "1" * 40_000
         ("search", "interact", "<search>" * 20_000),
         ("search", "interact", "<search></search>" + "<answer>" * 20_000),
         ("countdown", "reward_fn", "<answer>" * 20_000),
+        ("countdown", "reward_fn", "<answer>1" + "+0" * 100_000 + "</answer>"),
         ("calculator", "reward_fn", "<answer>" * 20_000),
         ("calculator", "reward_fn", "<answer>" + DIGITS + "</answer>"),
         ("arithmetic", "reward_fn", DIGITS),
@@ -460,18 +461,6 @@ def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, func
     assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize(
-    "reply, right, format",
-    [
-        ("<answer>(9-1)*3" + " " * 1000 + "</answer>", 1, 0.1),
-        ("<answer>(9-1)*3" + "+0" * 100_000 + "</answer>", 0, 0),
-    ],
-)
-def test_countdown_reads_one_answer(reply, right, format, monkeypatch):
-    env, rows, _ = load_ready("countdown", monkeypatch)
-    assert reward(env, reply, rows[0]) == {"right": right, "format": format}
-
-
 def test_countdown_is_exact():
     row = {"messages": [], "answer": 24, "numbers": [3, 3, 8, 8]}
     assert reward(load_env("countdown"), "<answer>8 / (3 - 8 / 3)</answer>", row)["right"] == 1
@@ -485,26 +474,6 @@ def test_an_answer_in_the_prompt_is_none_of_the_reply(monkeypatch):
         row = {**rows[0], "messages": [prompt]}
         assert not any(reward(env, "I do not know.", row).values())
         assert reward(env, prompt["content"], row) != reward(env, "", row)
-
-
-@pytest.mark.parametrize(
-    "reply, answer, right",
-    [
-        ("<answer>Felsen</answer> or <answer>Harrow</answer>", "Felsen", 0),
-        ("<answer>Felsen or Harrow</answer>", "Felsen", 0),
-        ("<answer>Felsen", "Felsen", 0),
-        ("<answer></answer>", "The", 0),  # which has no words but articles
-        ("<answer>?!</answer>", "The", 0),
-        ("<answer>the</answer>", "The", 1),
-        ("<answer>" + "Felsen " * 100_000 + "</answer>", "Felsen", 0),
-        ("<answer>" * 100_000 + "Felsen</answer>", "Felsen", 1),
-    ],
-)
-def test_search_reads_one_answer(reply, answer, right, monkeypatch):
-    env, rows, _ = load_ready("search", monkeypatch)
-    start = time.process_time()
-    assert reward(env, reply, {**rows[0], "answer": answer}) == {"reward": right}
-    assert time.process_time() - start < 20
 
 
 @pytest.fixture(scope="module")
@@ -556,18 +525,6 @@ def post(address, body):
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
-
-
-def test_a_model_searches_a_corpus_of_the_user(search_address, monkeypatch):
-    """The policy's words reach the server, and its documents the policy's next prompt."""
-    env, rows, max_turns = load_ready("search", monkeypatch)
-    trajectory = play(env, rows[0], SCRIPTS["search"][0](rows[0]), max_turns)
-    _, _, results, answer = trajectory.messages
-    assert results["role"] == "tool" and answer["content"] == "<answer>Felsen</answer>"
-    assert results["content"].startswith('[1] "Odila Brandt"\nOdila Brandt was a clockmaker.')
-    assert trajectory.rewards == {"reward": 1.0}
-    unknown = play(env, rows[0], ["<search>zyx</search>", "I do not know."], max_turns)
-    assert unknown.messages[2]["content"] == "nothing was found" and unknown.reward == 0
 
 
 def test_the_search_server_answers_several_queries_and_refuses_what_is_no_request(search_address):
@@ -949,17 +906,6 @@ def reward_of_object(env, row, reply):
             await env.end("key")
 
     return asyncio.run(call())
-
-
-def test_verifiers_plays_an_environment_of_several_turns(monkeypatch):
-    pytest.importorskip("verifiers.v1", reason="pip install verifiers")
-    env, rows, max_turns = load_ready("verifiers_tasks", monkeypatch)
-    found = play(env, rows[1], ["1", "4", "2"], max_turns)
-    assert [m["content"] for m in found.messages[2:]] == ["1", "higher", "4", "lower", "2"]
-    assert found.rewards == {"found": 1.0, "brief": 0.25} and found.num_turns == 3
-    cut = play(env, rows[1], ["1", "1", "1", "no"], max_turns)
-    assert cut.rewards == {"found": 0.0, "brief": 0.0} and cut.num_turns == 4
-    env.close()
 
 
 @pytest.fixture

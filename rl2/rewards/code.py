@@ -4,7 +4,7 @@
     verdict.is_right, verdict.reason
 
 A program never gets the expected outputs. Those of programs that read and print are compared here;
-tests that call functions run in another sandbox than the program (rl2/rewards/remote/).
+tests that call functions run in another sandbox than the program (rl2/rewards/harness.py).
 """
 
 import ast
@@ -13,10 +13,11 @@ import importlib.util
 import json
 import secrets
 import textwrap
+from pathlib import Path
 from socket import socketpair
 from typing import Any, NamedTuple
 
-from rl2.rewards.remote import server_program, tests_program
+from rl2.rewards import harness
 from rl2.rewards.sandbox import Limits, Program, Result, run
 
 LANGUAGES = ("python", "py", "python3", "")  # of code blocks, the best first
@@ -24,7 +25,7 @@ MAX_VERDICTS = 100_000  # that are kept
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Statements that may test something without a call.
 STATEMENTS = (ast.Assert, ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Match)
-PROGRAM_ENDED = "the program has ended"  # what the tests write then
+HARNESS = Path(harness.__file__).read_text()
 CALLS = """
 from math import inf, nan
 import solution
@@ -172,14 +173,14 @@ def _run_tests(program: str, tests: str, limits: Limits | None) -> Verdict:
     _check_tests(ast.parse(tests))  # an error of the tests is none of the program
     token = secrets.token_hex()
     server_end, client_end = socketpair()
-    server = Program(server_program(program), server_end)
-    client = Program(tests_program(tests, token), client_end)
+    server = Program(f"{HARNESS}\nserve({program!r})", server_end)
+    client = Program(f"{HARNESS}\ncheck({tests!r}, {token!r})", client_end)
     served, checked = run(server, client, limits=limits)
     if checked.status == "succeeded" and checked.stdout.endswith(token):
         return Verdict(True)
     if checked.status == "succeeded":
         return Verdict(False, "the tests exited before they had all passed, as by sys.exit(0)")
-    if checked.status != "failed" or checked.stderr.endswith(PROGRAM_ENDED):
+    if checked.status != "failed" or checked.stderr.endswith(harness.PROGRAM_ENDED):
         _check_time(served)
         _check_time(checked)
     return Verdict(False, f"the tests {_describe(checked)}; the program {_describe(served)}")

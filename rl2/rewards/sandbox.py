@@ -22,6 +22,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -45,7 +46,6 @@ STATUSES = {  # by the exit status of the launcher
     launcher.STARVED: "starved",  # It timed out, and had waited for a core for most of the time.
 }
 SYSTEM_PATHS = {"/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 GRACE_SECONDS = 10.0  # that the launcher has to kill what a program has started
 
 # All processes of a user run as many programs at a time as the machine has cores. A process takes a
@@ -290,51 +290,12 @@ def read_output(file: IO[bytes]) -> str:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder, however deep the folders are that a program has made there.
-
-    One folder is open at a time, since neither a recursion nor a path could reach them.
-    """
-    with suppress(OSError):
-        folder = os.open(path, OPEN_FOLDER)
-        names: list[str] = []  # of the open folder and of those above it
-        waiting = [_empty(folder)]  # the folders in each of them
-        while True:
-            if waiting[-1]:
-                name = waiting[-1].pop()
-                with suppress(OSError):
-                    folder = _move(folder, name)
-                    names.append(name)
-                    waiting.append(_empty(folder))
-            elif names:
-                folder = _move(folder, "..")
-                waiting.pop()
-                with suppress(OSError):
-                    os.rmdir(names.pop(), dir_fd=folder)
-            else:
-                break
-        os.close(folder)
-        os.rmdir(path)
-
-
-def _move(folder: int, name: str) -> int:
-    """Opens another folder in place of an open one."""
-    other = os.open(name, OPEN_FOLDER, dir_fd=folder)
-    os.close(folder)
-    return other
-
-
-def _empty(folder: int) -> list[str]:
-    """Removes the files of an open folder. Returns the names of its folders."""
-    folders = []
-    with suppress(OSError):
-        os.fchmod(folder, 0o700)
-        for name in os.listdir(folder):
-            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-                os.chmod(name, 0o700, dir_fd=folder)  # else only root may open it
-                folders.append(name)
-            else:
-                os.unlink(name, dir_fd=folder)
-    return folders
+    """Removes a folder, also if folders in it are closed or too deep for a recursion."""
+    try:
+        shutil.rmtree(path)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, path], stderr=subprocess.DEVNULL)
 
 
 def open_input(stdin: bytes | socket) -> IO[bytes] | socket:

@@ -1,0 +1,431 @@
+"""What runs in the two sandboxes of a program and its tests: `serve` in one, `check` in the other.
+
+A sandbox has no rl2, so both programs begin with the text of this file (rl2/rewards/code.py). The
+processes are connected by their standard inputs. The tests ask for calls of the program's
+functions, and only plain data crosses, in JSON: numbers, texts, bytes, None, Python's own types,
+and lists, tuples, sets and dicts of them. So no code of the program runs where the tests decide,
+and the program sees no more of the tests than the arguments of its functions.
+
+An object of the program that is no plain data stays in its process. The tests have a ProgramObject
+in its place, with its methods and attributes by name. A comparison with it ends the tests.
+"""
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar, NoReturn
+
+MAX_INT = 2**63  # Python reads no decimal text of a number with more than 4,300 digits.
+PROGRAM_ENDED = "the program has ended"  # what the tests write then
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+# What the program's process does for the tests: the operators of an object, and the rest.
+OPERATORS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (bool, float, int, iter, len, next, repr, str, operator.getitem)
+}
+FUNCTIONS = OPERATORS | {"call": operator.call, "getattr": getattr, "setattr": setattr}
+COMPARISONS = ("hash", "eq", "ne", "lt", "le", "gt", "ge")
+ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
+
+
+class Connection:
+    """One end. The standard input is empty from then on."""
+
+    def __init__(self) -> None:
+        connection = os.dup(0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        self.reader = open(connection, "rb")
+        self.writer = open(connection, "wb", closefd=False)
+
+    def send(self, text: str) -> None:
+        self.writer.write(text.encode() + b"\n")
+        self.writer.flush()
+
+    def encode(self, value: Any) -> Any:
+        """Returns the value for JSON: [kind, content], or a scalar as it is.
+
+        Of an object of a class that derives from a plain type, only the plain part is sent.
+        """
+        if value is None or isinstance(value, (str, float)):
+            return value
+        if isinstance(value, int):
+            return value if -MAX_INT < value < MAX_INT else ("int", hex(value))
+        if isinstance(value, complex):
+            return "complex", (value.real, value.imag)
+        if isinstance(value, bytes | bytearray):
+            return "bytes", value.hex()
+        for name, kind in CONTAINERS.items():
+            if isinstance(value, kind):
+                return name, [self.encode(item) for item in kind.__iter__(value)]
+        if isinstance(value, dict):
+            return "dict", [(self.encode(key), self.encode(x)) for key, x in dict.items(value)]
+        if isinstance(value, type) and TYPES.get(value.__name__) is value:
+            return "type", value.__name__
+        return self.encode_object(value)
+
+    def encode_object(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def decode(self, message: Any) -> Any:
+        if not isinstance(message, list):
+            return message
+        kind, content = message
+        if kind in CONTAINERS:
+            return CONTAINERS[kind](self.decode(item) for item in content)
+        if kind == "dict":
+            return {self.decode(key): self.decode(value) for key, value in content}
+        if kind == "int":
+            return int(content, 16)
+        if kind == "complex":
+            return complex(*content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        if kind == "type":
+            return TYPES[content]
+        return self.decode_object(kind, content)
+
+    def decode_object(self, kind: str, content: Any) -> Any:
+        raise NotImplementedError
+
+
+class Server(Connection):
+    """The end of the program. It keeps the objects that the tests know, by their number."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__()
+        self.objects: list[Any] = [module]
+        self.numbers = {id(module): 0}
+
+    def encode_object(self, value: Any) -> Any:
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return "error", describe(value)
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return self.encode(value.tolist())
+        number = self.numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)
+        return "object", (number, type(value).__name__)
+
+    def decode_object(self, kind: str, content: Any) -> Any:
+        return self.objects[content]
+
+    def answer(self, name: str, arguments: Any, keywords: Any) -> None:
+        try:
+            value = FUNCTIONS[name](*self.decode(arguments), **self.decode(keywords))
+            text = json.dumps((self.encode(value), None))
+        except BaseException as error:
+            try:
+                text = json.dumps((None, (describe(type(error)), self.encode(error.args))))
+            except Exception:
+                text = json.dumps((None, (("Exception", ()), self.encode(["no message"]))))
+        self.send(text)
+
+
+def describe(kind: type) -> tuple:
+    """Returns the name of a class of exceptions and its bases, of which Python's own have none."""
+    if kind.__module__ == "builtins":
+        return kind.__name__, ()
+    bases = [base for base in kind.__bases__ if issubclass(base, BaseException)]
+    return kind.__name__, [describe(base) for base in bases]
+
+
+def serve(program: str) -> None:
+    """Runs the program, which defines functions and classes. Then it makes calls for the tests."""
+    module = ModuleType("program")
+    sys.modules["program"] = module
+    server = Server(module)
+    exec(compile(program, "program", "exec"), vars(module))
+    for line in server.reader:
+        server.answer(*json.loads(line))
+
+
+class Client(Connection):
+    """The end of the tests."""
+
+    num_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[int, ProgramObject] = {}
+        self.errors: dict[str, type[BaseException]] = {}
+
+    def ask(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Returns what the function returns or raises in the program's process."""
+        request = json.dumps((name, self.encode(arguments), self.encode(keywords)))
+        try:
+            self.send(request)
+            line = self.reader.readline()
+        except OSError:
+            line = b""
+        if not line:
+            fail(PROGRAM_ENDED)
+        try:
+            value, error = json.loads(line)
+            value = self.decode(value)
+            error = error and self.make_error(self.decode_error(*error[0]), self.decode(error[1]))
+        except Exception as problem:
+            fail(f"the program has sent what is no result: {problem!r:.100}")
+        if isinstance(error, StopIteration) and name != "next":
+            raise RuntimeError("the program raised StopIteration, which may end a loop")
+        if error is not None:
+            raise error
+        return value
+
+    def encode_object(self, value: Any) -> Any:
+        if type(value) is not ProgramObject:
+            fail(f"the tests pass a {type(value).__name__} to the program, which takes plain data")
+        return "object", value._rl2_number
+
+    def decode_object(self, kind: str, content: Any) -> Any:
+        if kind == "error":
+            return self.decode_error(*content)
+        number, name = content
+        return self.objects.setdefault(number, ProgramObject(number, str(name)))
+
+    def decode_error(self, name: str, bases: list) -> type[BaseException]:
+        """Returns a class that can be raised and caught, for a class of exceptions."""
+        if not bases:
+            kind = TYPES[name]
+            return kind if issubclass(kind, BaseException) else Exception
+        if name not in self.errors:
+            kinds = tuple(self.decode_error(*base) for base in bases)
+            self.errors[name] = type(name, kinds, {})
+        return self.errors[name]
+
+    def make_error(self, kind: type[BaseException], arguments: tuple) -> BaseException:
+        try:
+            return kind(*arguments)
+        except Exception:
+            return Exception(*arguments)
+
+
+class ProgramObject:
+    """An object of the program, for the tests."""
+
+    __slots__ = ("_rl2_kind", "_rl2_number")
+    client: ClassVar[Client]
+
+    def __init__(self, number: int, kind: str):
+        object.__setattr__(self, "_rl2_number", number)
+        object.__setattr__(self, "_rl2_kind", kind)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__name__":
+            raise AttributeError(name)
+        return self.client.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.client.ask("setattr", self, name, value)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        Client.num_calls += 1
+        return self.client.ask("call", self, *arguments, **keywords)
+
+
+def _define_operators() -> None:
+    for name in OPERATORS:
+        setattr(ProgramObject, f"__{name}__", _forward(name))
+    for name in (*COMPARISONS, *ARITHMETIC):
+        setattr(ProgramObject, f"__{name}__", _deny)
+
+
+def _forward(name: str) -> Callable:
+    return lambda self, *arguments: self.client.ask(name, self, *arguments)
+
+
+def _deny(value: ProgramObject, *_: Any) -> NoReturn:
+    fail(
+        f"the tests got an object of the class {value._rl2_kind}, and compare it or calculate with "
+        "it, which is possible only with plain data"
+    )
+
+
+_define_operators()
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the tests, which cannot catch this."""
+    os.write(2, message.encode(errors="replace"))
+    os._exit(1)
+
+
+def as_json(value: Any) -> Any:
+    """Returns the value as JSON has it, where that makes a difference: lists, and texts as keys.
+
+    It is for tests that call one function: rl2/rewards/code.py writes them.
+    """
+    if isinstance(value, dict):
+        return {_json_key(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value
+
+
+def _json_key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    return json.dumps(key) if isinstance(key, int | float | None) else str(key)
+
+
+def check(tests: str, token: str) -> NoReturn:
+    """Runs the tests. When all have passed, writes the token, which they do not know."""
+    ProgramObject.client = Client()
+    program = ProgramObject(0, "module")
+    solution = ModuleType("solution")
+    # The names that the tests use are there without an import.
+    vars(solution).update(__getattr__=functools.partial(getattr, program), __all__=[])
+    module = ModuleType("tests")
+    sys.modules.update(solution=solution, tests=module)
+    scope = vars(module)
+    tree = ast.parse(tests)
+    for name in find_names(tree):
+        with suppress(AttributeError):
+            scope[name] = getattr(program, name)
+    if "unittest" in tests:
+        unittest: Any = importlib.import_module("unittest")
+        unittest.main = lambda *_, **__: None  # what it would run is collected below
+    exec(compile(tree, "tests", "exec"), scope)
+    collected = list(collect(scope))
+    for test in collected:
+        run_test(test)
+    if not collected:
+        for node in tree.body:
+            if isinstance(node, ast.If) and is_main_guard(node):
+                exec(compile(ast.Module(node.body, []), "tests", "exec"), scope)
+    if not Client.num_calls:
+        sys.exit("the tests call nothing of the program")
+    sys.stdout.flush()
+    os.write(1, token.encode())
+    os._exit(0)
+
+
+def find_names(tree: ast.Module) -> set[str]:
+    """Returns the names in the tests that the program may provide.
+
+    It must not provide what judges it, such as `math` in math.isclose(f(1), 0.5).
+    """
+    names: set[str] = set()
+    called: set[str] = set()
+    judges: set[str] = set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if getattr(node, "module", "") != "solution":
+                judges.update(alias.asname or alias.name for alias in node.names)
+    # No module can be called: the tests that call bisect(x) mean a function of the program.
+    return names - judges - (sys.stdlib_module_names - called)
+
+
+def is_main_guard(node: ast.If) -> bool:
+    """Returns whether it is `if __name__ == "__main__":`."""
+    return ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def collect(scope: dict[str, Any]) -> Iterator[Callable]:
+    """The tests that pytest would collect: functions, methods of classes, and those of unittest."""
+    unittest = sys.modules.get("unittest")
+    for name, value in list(scope.items()):
+        if getattr(value, "__module__", "") != "tests":
+            continue
+        if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
+            suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
+            if suite.countTestCases():
+                yield functools.partial(run_suite, suite)
+        elif isinstance(value, type) and name.startswith("Test"):
+            for method in [name for name in dir(value) if name.startswith("test")]:
+                run = functools.partial(run_method, value, method)
+                yield from with_arguments(run, getattr(value, method))
+        elif isinstance(value, FunctionType) and name.startswith("test"):
+            yield from with_arguments(value, value)
+
+
+def with_arguments(run: Callable, function: Callable) -> Iterator[Callable]:
+    """Yields the test once, or once for each set of arguments that pytest's parametrize gives it.
+
+    A function that needs other arguments is none of the tests: they call it.
+    """
+    marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+    choices = []
+    given = {"self"}
+    for mark in marks:
+        names, values = mark.args[:2]
+        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+        given.update(names)
+        choices.append([named_values(names, value) for value in values])
+    if needed_arguments(function) - given:
+        return
+    for choice in itertools.product(*choices):
+        arguments: dict[str, Any] = {}
+        for part in choice:
+            arguments |= part
+        yield functools.partial(run, **arguments)
+
+
+def named_values(names: list[str], value: Any) -> dict[str, Any]:
+    if type(value).__name__ == "ParameterSet":  # of pytest.param
+        value = value.values
+    elif len(names) == 1:
+        value = [value]
+    return dict(zip(names, value, strict=True))
+
+
+def needed_arguments(function: Callable) -> set[str]:
+    return {
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def run_method(kind: type, name: str, **arguments: Any) -> None:
+    """Runs a method of a new object of a class, between what pytest runs before and after it."""
+    tests = kind()
+    method = getattr(tests, name)
+    hooks = ("setup_class", "setup_method", "setup"), ("teardown_method", "teardown_class")
+    for before in hooks[0]:
+        run_hook(tests, before, method)
+    try:
+        run_test(functools.partial(method, **arguments))
+    finally:
+        for after in hooks[1]:
+            run_hook(tests, after, method)
+
+
+def run_hook(tests: Any, name: str, method: Callable) -> None:
+    hook = getattr(tests, name, None)
+    if hook is not None:
+        takes_method = name.endswith("_method") and inspect.signature(hook).parameters
+        run_test(functools.partial(hook, method) if takes_method else hook)
+
+
+def run_test(test: Callable) -> None:
+    result = test()
+    if inspect.iscoroutine(result):
+        import asyncio  # here, so that programs start faster
+
+        asyncio.run(result)
+
+
+def run_suite(suite: Any) -> None:
+    """Runs tests of unittest. AssertionError if one fails, or if all are skipped."""
+    result: Any = importlib.import_module("unittest").TestResult()
+    suite.run(result)
+    for test, text in (*result.failures, *result.errors):
+        raise AssertionError(f"{test.id()}: {text.strip().splitlines()[-1]}")
+    if not result.wasSuccessful() or result.testsRun == len(result.skipped):
+        raise AssertionError("a test passed that was to fail, or all tests are skipped")
