@@ -185,7 +185,7 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases):
         ("maths_held_out", "A", 0, 0.04),
         ("maths_held_out", "B", 5, 0.04),
         ("maths_held_out_2", "A", 1, 0.04),
-        ("maths_held_out_2", "B", 0, 0.04),
+        ("maths_held_out_2", "B", 1, 0.04),
         ("maths_held_out_3", "B", 10, 0.16),
     ],
 )
