@@ -26,7 +26,6 @@ from rl2.rollout.trajectory import (
     Group,
     Trajectory,
     begin_group,
-    group_key,
     in_order,
     mean_score,
     place_reward,
@@ -161,7 +160,7 @@ class Collector:
             raise RuntimeError(ALL_SOLVED)
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
         groups = StepGroups(carried_over, self.cursor, self.curriculum, self.samples_per_prompt)
-        schedule = self._make_schedule(carried_over, is_last=step == self.num_steps)
+        schedule = self._make_schedule(is_last=step == self.num_steps)
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
         length = schedule.length
@@ -185,7 +184,7 @@ class Collector:
         self.cursor.rows_done += schedule.num_needed
         return trajectories
 
-    def _make_schedule(self, carried_over: list[Group], is_last: bool) -> GroupSchedule:
+    def _make_schedule(self, is_last: bool) -> GroupSchedule:
         """Makes the schedule of a training step. `is_last`: no step follows."""
         assert self.cursor is not None
         size = self.cursor.examples.batch_size
@@ -194,7 +193,6 @@ class Collector:
             most=size * (1 + self.rules.max_refills) if self.rules.filter else size,
             num_ahead=size if self.rules.partial and not is_last else 0,
             filter=self.rules.filter,
-            pins=self._find_pins(carried_over),
         )
 
     def _restart_if_stale(self, group: Group) -> Group:
@@ -205,42 +203,22 @@ class Collector:
         lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
         if limit is None or max(lags, default=0) <= limit:
             return group
-        self._drop([group])
-        trajectories = group.trajectories
-        again = begin_group(group.id, group.prompt, len(trajectories), trajectories[0].id)
-        again.rows_done = group.rows_done
-        return again
-
-    def _find_pins(self, carried_over: list[Group]) -> dict[int, int]:
-        """Finds the engines in whose processes calls for carried-over groups run."""
-        if not self.rules.partial:
-            return {}
-        own = {
-            number: self.player.engine.index
-            for number, group in enumerate(carried_over)
-            if self.player.has_calls(group, "train")
-        }
-        pins = {}
-        for part in all_gather_objects(own):
-            pins.update(part)
-        return pins
+        return _restart(group)
 
     def _drop(self, groups: list[Group]) -> None:
-        """Ends what runs for groups that are no longer needed, and tells the environment.
+        """Tells the environment of groups that are no longer needed.
 
         What takes longer to end continues beside the training step.
         """
         player = self.player
 
-        async def end_calls() -> None:
-            ends = []
-            for group in groups:
-                ends.append(player.cancel_call(group_key(group)))
-                ends += [player.drop(t, trajectory_key("train", t)) for t in group.trajectories]
+        async def end_all() -> None:
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            ends = [player.end(t, trajectory_key("train", t)) for t in trajectories]
             await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
 
         if groups:
-            player.engine.loop.run_until_complete(end_calls())
+            player.engine.loop.run_until_complete(end_all())
 
     def _find_leftovers(
         self, groups: StepGroups, played: dict[int, Group], length: int
@@ -380,6 +358,7 @@ class Collector:
                 split=split,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
+                keeps_rest=self.rules.partial,
                 bar=bar,
             )
             self.player.engine.run(rollout.play())
@@ -411,8 +390,24 @@ class Collector:
         assert self.cursor is not None
         self.cursor.position = state["position"]["rows_done"]
         self.cursor.rows_done = state["rows_done"]
-        self.carried_over = pickle.loads(state["carried_over"])
+        carried_over = pickle.loads(state["carried_over"])
+        # Earlier versions of rl2 carried calls of the environment over too.
+        self.carried_over = [_restart(g) if _waits_for_env(g) else g for g in carried_over]
         self.curriculum.load_state_dict(state["curriculum"])
+
+
+def _restart(group: Group) -> Group:
+    """Returns a new start of the group, without tokens."""
+    first = group.trajectories[0].id
+    again = begin_group(group.id, group.prompt, len(group.trajectories), first)
+    again.rows_done = group.rows_done
+    return again
+
+
+def _waits_for_env(group: Group) -> bool:
+    """Whether a call of the environment was under way in a group of an old checkpoint."""
+    fields = [vars(trajectory) for trajectory in group.trajectories]
+    return any(t.get("unanswered") or t.get("unscored") for t in fields)
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
