@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,12 +15,12 @@ from rl2 import progress
 from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
-from rl2.rewards.text import overlong_score
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.hint import Hint
 from rl2.rollout.play import POLL_SECONDS, Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
+from rl2.rollout.shape import Shape, add_length_penalty, add_overlong, place_rewards
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
     FilterStatus,
@@ -28,7 +29,6 @@ from rl2.rollout.trajectory import (
     begin_group,
     in_order,
     mean_score,
-    place_reward,
     trajectory_key,
 )
 from rl2.rounding import ceil_div
@@ -176,11 +176,8 @@ class Collector:
         board.clear()
         self._check_part_names(trajectories)
         self._note_success(trajectories, groups.find_epochs())
-        if self.rules.length_penalty:
-            self._add_length_penalty(trajectories, self.rules.length_penalty)
-        if self.rules.overlong_buffer:
-            self._add_overlong(trajectories, self.rules.overlong_buffer)
-        _place_rewards(trajectories)
+        for shape in self._shapes():
+            shape(trajectories)
         self.cursor.rows_done += schedule.num_needed
         return trajectories
 
@@ -272,27 +269,16 @@ class Collector:
                     "rename that of reward_fn"
                 )
 
-    def _add_length_penalty(self, trajectories: list[Trajectory], coef: float) -> None:
-        """Adds the reward part `length_penalty`: -coef max(p, 1 / K) tokens / max_new_tokens.
-
-        p is the success of the K answers to the prompt, between 0 and 1, before anything is added:
-        each token costs more where the policy succeeds (ALP, arXiv:2506.05256).
-        """
-        for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
-            members = [trajectory for trajectory in group if not trajectory.is_failed]
-            success = min(1.0, mean_score(members, self.player.score)) if members else 0.0
-            for trajectory in members:
-                price = coef * max(success, 1 / len(members))
-                share = trajectory.length / self.params.max_new_tokens
-                trajectory.rewards["length_penalty"] = -price * share
-
-    def _add_overlong(self, trajectories: list[Trajectory], buffer: int) -> None:
-        """Adds the reward part `overlong` to all trajectories that have a reward."""
-        longest = self.params.max_new_tokens
-        for trajectory in trajectories:
-            if not trajectory.is_failed:
-                score = overlong_score(trajectory.longest_turn, longest, buffer)
-                trajectory.rewards["overlong"] = self.rules.overlong_penalty * score
+    def _shapes(self) -> Iterator[Shape]:
+        """Yields what shapes the rewards of a step, in this order."""
+        rules, most = self.rules, self.params.max_new_tokens
+        if coef := rules.length_penalty:
+            score = self.player.score
+            yield partial(add_length_penalty, coef=coef, max_new_tokens=most, score=score)
+        if buffer := rules.overlong_buffer:
+            penalty = rules.overlong_penalty
+            yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)
+        yield place_rewards
 
     @property
     def is_exhausted(self) -> bool:
@@ -332,7 +318,7 @@ class Collector:
         schedule = GroupSchedule(num_needed=len(groups), most=len(groups))
         played = self._play(groups.__getitem__, schedule, GroupBoard(), params, split, step)
         trajectories = self._gather(list(played.values()), split, step)
-        _place_rewards(trajectories)
+        place_rewards(trajectories)
         return trajectories
 
     def _play(
@@ -428,13 +414,6 @@ def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:
             else:
                 trajectory.filter_status = FilterStatus.REJECTED
                 trajectory.samples = []
-
-
-def _place_rewards(trajectories: list[Trajectory]) -> None:
-    """Puts the rewards on tokens, when no part can be added any more."""
-    for trajectory in trajectories:
-        if not trajectory.is_failed and not trajectory.is_rejected:
-            place_reward(trajectory)
 
 
 def _gather_trajectories(played: list[Group]) -> list[Trajectory]:
