@@ -182,17 +182,6 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
     assert asyncio.run(main()) > 5
 
 
-def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path):
-    env = load(
-        tmp_path,
-        "import time\nasync def reward_fn(messages):\n    time.sleep(30)\n    return 1.0",
-        timeout=0.1,
-    )
-    start = time.monotonic()
-    assert "did not return within" in str(failure(env))
-    assert time.monotonic() - start < 20
-
-
 def test_async_state_outlives_the_callers_loop(tmp_path):
     env = load(
         tmp_path,
