@@ -23,7 +23,9 @@ async def wait_for_ever():
 
 
 LOOP_FAULTS = {"task": exit_in_a_task, "stop": stop_the_loop, "wait": wait_for_ever}
+BLOCKING = ("endless", "stubborn", "sleep")  # they cost other trajectories too
 FAULTS = {**faulty_env.FAULTS, **LOOP_FAULTS}
+FAULTS = {name: fault for name, fault in FAULTS.items() if name not in BLOCKING}
 
 
 async def interact(messages, fault):

@@ -16,7 +16,7 @@ from env_helpers import env_of
 from env_helpers import load_text as load
 from faulty_env import nest
 
-from rl2.env import loops, runners
+from rl2.env import runners
 from rl2.env.contract import EnvError
 from rl2.env.files import import_env_file
 
@@ -96,54 +96,62 @@ def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
 
 
 BLOCKING_ENV = """
-    import asyncio, time
-    loops, begun = set(), []
+    import asyncio, threading, time
+    release = threading.Event()
+    async def blocks(messages):
+        while True:
+            pass
     async def reward_fn(messages, kind):
-        loops.add(asyncio.get_running_loop())
-        begun.append(kind)
         if kind == "python":
-            while True:
-                pass
+            await blocks(messages)
         if kind == "C":
-            time.sleep(3.2)
+            release.wait()
         if kind == "waits":
-            await asyncio.sleep(0.3)
-        return len(loops)
+            await asyncio.sleep(0.05)
+        return 1
 """
 
 
-def test_an_endless_call_on_the_loop_is_ended_and_the_loop_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
-    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
-    late, waits, new = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
-    assert "did not return within rollout.env_timeout=0.6 s: the event loop" in str(late)
-    assert "line 8, in reward_fn" in str(late) and "asyncio.to_thread" in str(late)
-    assert (waits, new) == ({"reward": 1.0}, {"reward": 1.0})  # they had not started
-    assert call(env, kind="waits") == {"reward": 1.0}
-    env.close()
-
-
-@pytest.mark.parametrize("asks", ["", ", state"])
-def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch, asks):
-    """A call that had started there is played again, or it continues if it keeps state."""
-    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
-    env = load(tmp_path, BLOCKING_ENV.replace("messages,", f"messages{asks},"), timeout=1.5)
+@pytest.mark.parametrize("kind", ["python", "C"])
+def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind):
+    """Endless Python code is ended with its call. C code blocks all calls until it returns."""
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.5)
     threads = set(threading.enumerate())
-    waits, late, new = call_together(env, [{"kind": "waits"}, {"kind": "C"}, {"kind": ""}])
-    assert isinstance(late, EnvError) and "time.sleep(3.2)" in str(late)
-    assert new == {"reward": 2.0}  # on the second loop
-    assert waits["reward"] in (1.0, 2.0)
-    begun = sys.modules[env.spec.reward_fns["reward_fn"].__module__].begun
-    assert begun.count("waits") == (1 if asks else 2) and begun.count("C") == 1
-    assert call(env, kind="waits") == {"reward": 2.0}
+    release = sys.modules[env.spec.reward_fns["reward_fn"].__module__].release
+    results = call_together(env, [{"kind": "waits"}, {"kind": kind}, {"kind": ""}])
+    assert call_together(env, [{"kind": kind}]) != [{"reward": 1.0}]
+    for text in map(str, results):
+        assert "blocked by reward_fn" in text and env.path in text, text
+        assert ("while True:" if kind == "python" else "release.wait()") in text, text
+    if kind == "C":
+        env.close()  # does not wait
+        release.set()
+    else:
+        assert call(env, kind="waits") == {"reward": 1.0}
+        env.close()
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_a_late_call_that_does_not_block_is_told_alone(tmp_path):
+    env = load(
+        tmp_path,
+        """
+        import asyncio
+        async def reward_fn(messages, waits):
+            await asyncio.sleep(30 * waits)
+            return 1
+        """,
+        timeout=0.2,
+    )
+    late, quick = call_together(env, [{"waits": 1}, {"waits": 0}])
+    assert isinstance(late, EnvError) and "blocked" not in str(late)
+    assert quick == {"reward": 1.0}
     env.close()
-    wait_until(lambda: set(threading.enumerate()) <= threads)  # both loops have ended
 
 
 @pytest.mark.parametrize("wait", ["time.sleep(1.6)", "subprocess.run(['sleep', '1.6'])"])
-def test_calls_that_others_made_late_name_what_blocked_the_loop(tmp_path, monkeypatch, wait):
-    """Also where a library waits, deep below the function of the env."""
-    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
+def test_calls_that_others_made_late_name_what_blocked_the_loop(tmp_path, wait):
+    """Also where a library waits, deep below the function of the env. Later calls work again."""
     env = load(
         tmp_path,
         f"""
@@ -162,41 +170,6 @@ def test_calls_that_others_made_late_name_what_blocked_the_loop(tmp_path, monkey
     for text in late:
         assert "blocked by reward_fn" in text and env.path in text, text
         assert wait in text and "rollout.env_isolation=process" in text, text
-    env.close()
-
-
-def test_calls_that_block_the_loop_within_their_limit_cost_no_other_call(tmp_path):
-    env = load(
-        tmp_path,
-        """
-        import asyncio, time
-        async def reward_fn(messages, seconds):
-            await asyncio.sleep(0.1)
-            time.sleep(seconds)
-            await asyncio.sleep(0.3)
-            return 1
-        """,
-        timeout=1.2,
-    )
-    rows = [{"seconds": 0.7 if i in (3, 6) else 0} for i in range(9)]
-    assert call_together(env, rows) == [{"reward": 1.0}] * 9
-    env.close()
-
-
-def test_a_call_that_blocks_the_loop_again_and_again_is_late(tmp_path):
-    env = load(
-        tmp_path,
-        """
-        import asyncio, time
-        async def reward_fn(messages):
-            while True:
-                time.sleep(0.25)
-                await asyncio.sleep(0.001)
-        """,
-        timeout=0.4,
-    )
-    with pytest.raises(EnvError, match="did not return"):
-        call(env)
     env.close()
 
 

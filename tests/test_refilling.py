@@ -2,7 +2,6 @@
 order, drop_solved, max_staleness, and what is added to the rewards."""
 
 import asyncio
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -140,6 +139,7 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
         split="train",
         seed=(0,),
         deterministic=True,
+        keeps_rest=False,
         bar=None,
     )
     collector.player.engine.loop.run_until_complete(rollout.play())
@@ -431,15 +431,3 @@ def test_two_processes_take_the_same_groups_as_one(tmp_path):
         [result] = [result for result in results if result["options"] == options]
         assert result["ranks"][0]["rows"] == json.loads(json.dumps(expected))
         assert result["ranks"][0]["position"] == collector.cursor.position
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_pinned_group_is_played_by_the_engine_that_has_its_calls(deterministic):
-    """Group 0 and 3 of four are pinned to engine 1, group 1 to engine 0."""
-    schedule = GroupSchedule(num_needed=4, most=4, pins={0: 1, 1: 0, 3: 1})
-    board = GroupBoard()
-    own = {}
-    for engine in (0, 1):
-        numbers = itertools.count(engine, 2) if deterministic else board.claims()
-        own[engine] = [*itertools.islice(schedule.select(numbers, engine), 3)]
-    assert own == {0: [1, 2, 4], 1: [0, 3, 5]}

@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import json
+import pickle
 import re
 import sys
 import textwrap
@@ -36,7 +37,6 @@ from rl2.batch import Batch, collate
 from rl2.data.examples import Example
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.env import loops
 from rl2.env.load import load_env
 from rl2.rollout import collect
 from rl2.rollout.agent import player_class
@@ -49,7 +49,14 @@ from rl2.rollout.stats import (
     to_records,
     training_samples,
 )
-from rl2.rollout.trajectory import FilterStatus, FinishReason, Group, Trajectory, begin_group
+from rl2.rollout.trajectory import (
+    FilterStatus,
+    FinishReason,
+    Group,
+    Trajectory,
+    append_tokens,
+    begin_group,
+)
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
 TOOL_ENV = """
@@ -406,53 +413,62 @@ WAITING_ENV = """
 
 
 @pytest.mark.parametrize("name", ["interact", "reward_fn", "group_reward_fn"])
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resumed):
-    """A call for group 2 ends after the step. The next step gets its result, or repeats it in a
-    resumed run.
-    """
-
-    def make_collector():
-        options = {"num_prompts": 3, "deterministic": False}
-        collector, _, _ = make(tmp_path, say_x, WAITING_ENV, 3, **options)
-        return make_training(collector, 3, 2, 1, partial=True, num_steps=12)
-
-    collector = make_collector()
-    player = collector.player
-    module = module_of(player.envs[""])
+def test_a_step_waits_for_calls_that_run_for_the_next_step(tmp_path, name):
+    """Only tokens pause: a call for group 2 ends in the step that began it, and is not repeated."""
+    options = {"num_prompts": 3, "deterministic": False}
+    collector, _, _ = make(tmp_path, say_x, WAITING_ENV, 3, **options)
+    collector = make_training(collector, 3, 2, 1, partial=True, num_steps=12)
+    engine = collector.player.engine
+    module = module_of(collector.player.envs[""])
     call = (name, "q2")
     module.held.add(call)
+    abort = engine.abort
 
     async def generate_when_the_call_runs(prompt, params, seed):
         if seed[3] == 0:
             while call not in module.begun:
                 await asyncio.sleep(0.005)
-        return await ScriptedEngine.generate(player.engine, prompt, params, seed)
+        return await ScriptedEngine.generate(engine, prompt, params, seed)
 
-    player.engine.generate = generate_when_the_call_runs
+    def abort_and_release():
+        abort()
+        engine.loop.call_later(0.2, module.held.clear)
+
+    engine.generate, engine.abort = generate_when_the_call_runs, abort_and_release
     done = collector.collect(11)
     assert [t.group for t in done] == [0, 1] and [t.num_turns for t in done] == [2, 2]
-    assert module.begun.count(call) == 1 and call not in module.ended
-    (trajectory,) = collector.carried_over[0].trajectories
-    assert trajectory.num_turns == (1 if name == "interact" else 2)
-    if is_resumed:
-        state = collector.state_dict()
-        module.held.clear()
-        collector = make_collector()
-        module = module_of(collector.player.envs[""])
-        collector.load_state_dict(state)
-    module.held.clear()
+    assert module.begun.count(call) == module.ended.count(call) == 1
+    group = collector.carried_over[0]
+    [trajectory] = group.trajectories
+    if name == "interact":  # the turn that follows has not begun
+        assert trajectory.num_turns == 1 and trajectory.messages[-1]["role"] == "tool"
+    else:
+        assert group.is_scored and trajectory.rewards == {"reward": 4.0, "group": 0.5}
     trajectory, _ = collector.collect(12)
     assert trajectory.finish_reason == "stop" and trajectory.num_turns == 2
     assert trajectory.rewards == {"reward": 4.0, "group": 0.5}
     assert trajectory.length == sum(trajectory.samples[0].mask)
-    if not is_resumed:
-        assert Counter(name for name, question in module.begun if question == "q2") == {
-            "interact": 2,
-            "reward_fn": 1,
-            "group_reward_fn": 1,
-        }
-    assert not collector.player.calls
+    assert Counter(name for name, question in module.begun if question == "q2") == {
+        "interact": 2,
+        "reward_fn": 1,
+        "group_reward_fn": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["unanswered", "unscored"])
+def test_old_checkpoints_whose_groups_wait_for_a_call_begin_these_anew(tmp_path, name):
+    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, num_prompts=2)
+    collector = make_training(collector, 4, 2, partial=True, num_steps=9)
+    waiting, other = begin_group(0, prompts[0], 2), begin_group(1, prompts[1], 2, 2)
+    for group in (waiting, other):
+        append_tokens(group.trajectories[1].samples[0], [5], [-0.5])
+    vars(waiting.trajectories[1])[name] = {"turn": 1}
+    vars(other.trajectories[1])[name] = None
+    state = collector.state_dict()
+    collector.load_state_dict({**state, "carried_over": pickle.dumps([waiting, other])})
+    again, kept = collector.carried_over
+    assert again == begin_group(0, prompts[0], 2) and kept == other
+    assert [t.reward for t in collector.collect(1)] == [0.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -790,15 +806,17 @@ def test_a_record_has_the_columns_of_its_row():
     ],
 )
 def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
-    tmp_path, monkeypatch, env_file, isolation, num_turns
+    tmp_path, env_file, isolation, num_turns
 ):
-    """Each tenth row has a fault, of another kind each time."""
+    """Each tenth row has a fault, of another kind each time.
+
+    Async functions that block their event loop are not among them: they cost other trajectories.
+    """
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, max_turns=2 * num_turns - 1)
     rows = []
     for fault in env_file.FAULTS:
         rows += [{**make_row(len(rows) + i), "fault": "" if i else fault} for i in range(10)]
     player = collector.player
-    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     # A process that the machine does not run for a while must not be taken for one that hangs.
     timeout = 2.0 if isolation == "process" else 0.5
     player.envs = {"": load_env(env_file.__file__, timeout, concurrency=4, isolation=isolation)}

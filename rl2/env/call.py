@@ -67,7 +67,7 @@ class Env:
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
-        self._async_runner = LoopRunner(timeout, may_repeat=not self.keeps_state)
+        self._async_runner = LoopRunner(timeout)
         self._thread_runner = ThreadRunner(timeout)
         self._pool = pool
         self._sessions = Sessions(spec.functions())

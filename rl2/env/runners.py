@@ -1,7 +1,7 @@
 """Runs the sync functions of an env file in threads of this process.
 
 A runner has `run(name, function, arguments)`. It returns the checked result, or it raises EnvError
-when the call fails or takes too long. rl2/env/loops.py has that of async functions.
+when the call fails or takes too long. rl2/env/loops.py runs async ones.
 """
 
 import asyncio

@@ -58,8 +58,6 @@ class AgentPlayer(Player):
             return None
         if failure:
             raise failure
-        if isinstance(result, asyncio.CancelledError):
-            return None
         is_cut = False
         if isinstance(result, dict):
             add_parts(trajectory.rewards, result)
@@ -83,9 +81,7 @@ class AgentPlayer(Player):
             inputs = {"generate": make_generate(session, self.engine.loop)}
         agent = asyncio.ensure_future(env.run_agent(session.trajectory.row, key, inputs))
         session.failure.add_done_callback(lambda _: agent.cancel())
-        if self.may_pause and not await self.ended_or_paused(agent):
-            agent.cancel()  # the trajectory is not needed any more
-        [result] = await asyncio.gather(agent, return_exceptions=True)
+        [result] = await self.call(asyncio.gather(agent, return_exceptions=True))
         return result
 
 

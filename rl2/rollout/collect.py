@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,22 +15,20 @@ from rl2 import progress
 from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
-from rl2.rewards.text import overlong_score
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.hint import Hint
 from rl2.rollout.play import POLL_SECONDS, Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
+from rl2.rollout.shape import Shape, add_length_penalty, add_overlong, place_rewards
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
     FilterStatus,
     Group,
     Trajectory,
     begin_group,
-    group_key,
     in_order,
     mean_score,
-    place_reward,
     trajectory_key,
 )
 from rl2.rounding import ceil_div
@@ -161,7 +160,7 @@ class Collector:
             raise RuntimeError(ALL_SOLVED)
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
         groups = StepGroups(carried_over, self.cursor, self.curriculum, self.samples_per_prompt)
-        schedule = self._make_schedule(carried_over, is_last=step == self.num_steps)
+        schedule = self._make_schedule(is_last=step == self.num_steps)
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
         length = schedule.length
@@ -177,15 +176,12 @@ class Collector:
         board.clear()
         self._check_part_names(trajectories)
         self._note_success(trajectories, groups.find_epochs())
-        if self.rules.length_penalty:
-            self._add_length_penalty(trajectories, self.rules.length_penalty)
-        if self.rules.overlong_buffer:
-            self._add_overlong(trajectories, self.rules.overlong_buffer)
-        _place_rewards(trajectories)
+        for shape in self._shapes():
+            shape(trajectories)
         self.cursor.rows_done += schedule.num_needed
         return trajectories
 
-    def _make_schedule(self, carried_over: list[Group], is_last: bool) -> GroupSchedule:
+    def _make_schedule(self, is_last: bool) -> GroupSchedule:
         """Makes the schedule of a training step. `is_last`: no step follows."""
         assert self.cursor is not None
         size = self.cursor.examples.batch_size
@@ -194,7 +190,6 @@ class Collector:
             most=size * (1 + self.rules.max_refills) if self.rules.filter else size,
             num_ahead=size if self.rules.partial and not is_last else 0,
             filter=self.rules.filter,
-            pins=self._find_pins(carried_over),
         )
 
     def _restart_if_stale(self, group: Group) -> Group:
@@ -205,42 +200,22 @@ class Collector:
         lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
         if limit is None or max(lags, default=0) <= limit:
             return group
-        self._drop([group])
-        trajectories = group.trajectories
-        again = begin_group(group.id, group.prompt, len(trajectories), trajectories[0].id)
-        again.rows_done = group.rows_done
-        return again
-
-    def _find_pins(self, carried_over: list[Group]) -> dict[int, int]:
-        """Finds the engines in whose processes calls for carried-over groups run."""
-        if not self.rules.partial:
-            return {}
-        own = {
-            number: self.player.engine.index
-            for number, group in enumerate(carried_over)
-            if self.player.has_calls(group, "train")
-        }
-        pins = {}
-        for part in all_gather_objects(own):
-            pins.update(part)
-        return pins
+        return _restart(group)
 
     def _drop(self, groups: list[Group]) -> None:
-        """Ends what runs for groups that are no longer needed, and tells the environment.
+        """Tells the environment of groups that are no longer needed.
 
         What takes longer to end continues beside the training step.
         """
         player = self.player
 
-        async def end_calls() -> None:
-            ends = []
-            for group in groups:
-                ends.append(player.cancel_call(group_key(group)))
-                ends += [player.drop(t, trajectory_key("train", t)) for t in group.trajectories]
+        async def end_all() -> None:
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            ends = [player.end(t, trajectory_key("train", t)) for t in trajectories]
             await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
 
         if groups:
-            player.engine.loop.run_until_complete(end_calls())
+            player.engine.loop.run_until_complete(end_all())
 
     def _find_leftovers(
         self, groups: StepGroups, played: dict[int, Group], length: int
@@ -294,27 +269,16 @@ class Collector:
                     "rename that of reward_fn"
                 )
 
-    def _add_length_penalty(self, trajectories: list[Trajectory], coef: float) -> None:
-        """Adds the reward part `length_penalty`: -coef max(p, 1 / K) tokens / max_new_tokens.
-
-        p is the success of the K answers to the prompt, between 0 and 1, before anything is added:
-        each token costs more where the policy succeeds (ALP, arXiv:2506.05256).
-        """
-        for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
-            members = [trajectory for trajectory in group if not trajectory.is_failed]
-            success = min(1.0, mean_score(members, self.player.score)) if members else 0.0
-            for trajectory in members:
-                price = coef * max(success, 1 / len(members))
-                share = trajectory.length / self.params.max_new_tokens
-                trajectory.rewards["length_penalty"] = -price * share
-
-    def _add_overlong(self, trajectories: list[Trajectory], buffer: int) -> None:
-        """Adds the reward part `overlong` to all trajectories that have a reward."""
-        longest = self.params.max_new_tokens
-        for trajectory in trajectories:
-            if not trajectory.is_failed:
-                score = overlong_score(trajectory.longest_turn, longest, buffer)
-                trajectory.rewards["overlong"] = self.rules.overlong_penalty * score
+    def _shapes(self) -> Iterator[Shape]:
+        """Yields what shapes the rewards of a step, in this order."""
+        rules, most = self.rules, self.params.max_new_tokens
+        if coef := rules.length_penalty:
+            score = self.player.score
+            yield partial(add_length_penalty, coef=coef, max_new_tokens=most, score=score)
+        if buffer := rules.overlong_buffer:
+            penalty = rules.overlong_penalty
+            yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)
+        yield place_rewards
 
     @property
     def is_exhausted(self) -> bool:
@@ -354,7 +318,7 @@ class Collector:
         schedule = GroupSchedule(num_needed=len(groups), most=len(groups))
         played = self._play(groups.__getitem__, schedule, GroupBoard(), params, split, step)
         trajectories = self._gather(list(played.values()), split, step)
-        _place_rewards(trajectories)
+        place_rewards(trajectories)
         return trajectories
 
     def _play(
@@ -380,6 +344,7 @@ class Collector:
                 split=split,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
+                keeps_rest=self.rules.partial,
                 bar=bar,
             )
             self.player.engine.run(rollout.play())
@@ -411,8 +376,24 @@ class Collector:
         assert self.cursor is not None
         self.cursor.position = state["position"]["rows_done"]
         self.cursor.rows_done = state["rows_done"]
-        self.carried_over = pickle.loads(state["carried_over"])
+        carried_over = pickle.loads(state["carried_over"])
+        # Earlier versions of rl2 carried calls of the environment over too.
+        self.carried_over = [_restart(g) if _waits_for_env(g) else g for g in carried_over]
         self.curriculum.load_state_dict(state["curriculum"])
+
+
+def _restart(group: Group) -> Group:
+    """Returns a new start of the group, without tokens."""
+    first = group.trajectories[0].id
+    again = begin_group(group.id, group.prompt, len(group.trajectories), first)
+    again.rows_done = group.rows_done
+    return again
+
+
+def _waits_for_env(group: Group) -> bool:
+    """Whether a call of the environment was under way in a group of an old checkpoint."""
+    fields = [vars(trajectory) for trajectory in group.trajectories]
+    return any(t.get("unanswered") or t.get("unscored") for t in fields)
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
@@ -433,13 +414,6 @@ def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:
             else:
                 trajectory.filter_status = FilterStatus.REJECTED
                 trajectory.samples = []
-
-
-def _place_rewards(trajectories: list[Trajectory]) -> None:
-    """Puts the rewards on tokens, when no part can be added any more."""
-    for trajectory in trajectories:
-        if not trajectory.is_failed and not trajectory.is_rejected:
-            place_reward(trajectory)
 
 
 def _gather_trajectories(played: list[Group]) -> list[Trajectory]:

@@ -30,22 +30,26 @@ class Rollout:
     split: str
     seed: Seed  # the same for all groups
     deterministic: bool  # groups are dealt to the engines in advance
+    keeps_rest: bool  # the next step continues the groups that this one does not use
     bar: progress.Bar
     played: dict[int, Group] = field(default_factory=dict)  # by number
 
     async def play(self) -> None:
         """Plays until all groups are done, or until the step has what it needs.
 
-        Then the player pauses: turns are aborted, and nobody waits for the environment.
+        Then the player pauses: turns are aborted. Running calls of the environment end, or are
+        cancelled if nobody needs their groups.
         """
         may_end_early = self.schedule.may_end_early
-        self.player.begin_rollout(may_end_early)
+        self.player.is_pausing = False
         playing = asyncio.ensure_future(self._play_groups())
         while may_end_early and not playing.done():
             await self._catch_up()
             if self.schedule.is_complete:
-                self.player.pause()
+                self.player.is_pausing = True
                 self.player.engine.abort()  # repeated: a request may have been on its way
+                if not self.keeps_rest:
+                    self.player.cancel_calls()
         try:
             await playing
         except BaseExceptionGroup as errors:  # the first one has ended all tasks
@@ -86,7 +90,7 @@ class Rollout:
             numbers = itertools.count(engine.index, engine.count)
         else:  # first come, first served
             numbers = self.board.claims()
-        for number in schedule.select(numbers, engine.index):
+        for number in numbers:
             while number >= schedule.limit:
                 if schedule.length is not None:
                     return
@@ -111,8 +115,6 @@ class Rollout:
         env = self.player.env_of(group.trajectories[0])
         if env.spec.group_reward_fn is not None:
             await self.player.score_group(group)
-            if not group.is_scored:
-                return
         self.bar.add(1)
         if self.schedule.may_end_early:
             self.board.post(number, mean_score(group.trajectories, self.player.score))

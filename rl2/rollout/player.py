@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -21,24 +21,14 @@ from rl2.rollout.trajectory import (
     TurnInfo,
     append_tokens,
     begin_sample,
-    group_key,
-    trajectory_key,
 )
 
 T = TypeVar("T")
 
 
-class PausedError(Exception):
-    """The player paused before a call of the environment had ended. The call continues."""
-
-
 @dataclass
 class Player:
-    """Plays trajectories on one process. Any number of them may be played at a time.
-
-    With `may_pause`, a rollout may end while some are still being played. Running calls of the
-    environment then continue, and the trajectory gets the result when this process plays it again.
-    """
+    """Plays trajectories on one process. Any number of them may be played at a time."""
 
     engine: Engine
     envs: Mapping[str, Env]  # by source; "" is that of all sources that are not named
@@ -48,11 +38,8 @@ class Player:
     max_length: int  # most tokens of one training sequence
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
     score: str | None = None  # the part that says success; None is the reward
-    may_pause: bool = False
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
-    # Calls that run, or have a result that nobody has taken yet, by the key of trajectory or group.
-    calls: dict[Hashable, asyncio.Task] = field(default_factory=dict)
-    waiting: set[asyncio.Future] = field(default_factory=set)  # each for the end of a call
+    calls: set[asyncio.Task] = field(default_factory=set)  # that wait for the environment
     num_requests: int = 0  # of ours that the engine has
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,7 +68,8 @@ class Player:
         seed: Seed,
         key: Hashable,
     ) -> None:
-        """Continues the trajectory to its end, or until the player pauses.
+        """Continues the trajectory to its end, or until the player pauses: calls of the environment
+        that run then still end.
 
         The environment knows the trajectory by `key`. If it fails, the trajectory ends and is not
         trained.
@@ -91,95 +79,38 @@ class Player:
         try:
             if self.env_of(trajectory).has_object and not trajectory.versions:
                 await self._begin(trajectory, params, key)
-            while trajectory.unscored is None and not self.is_pausing:
-                trajectory.unscored = await self._play_turn(
-                    trajectory, params, (*seed, trajectory.num_turns), key
-                )
-            last_turn = trajectory.unscored
-            if last_turn is None:
-                return
+            last_turn = None
+            while last_turn is None:
+                if self.is_pausing:
+                    return
+                turn_seed = (*seed, trajectory.num_turns)
+                last_turn = await self._play_turn(trajectory, params, turn_seed, key)
             await self._score(trajectory, last_turn, key)
             # The trajectory is done when it has its rewards.
             trajectory.finish_reason = FinishReason(last_turn["finish_reason"])
-            trajectory.unscored = None
-        except PausedError:
-            return
         except EnvError as error:
             self.fail(trajectory, error)
         await self.end(trajectory, key)
 
-    def begin_rollout(self, may_pause: bool) -> None:
-        """Lets turns begin. Calls left by an earlier rollout simply continue."""
-        self.may_pause = may_pause
-        self.is_pausing = False
-
-    def pause(self) -> None:
-        """Lets no further turn begin, and ends the wait for calls of the environment."""
-        self.is_pausing = True
-        for future in self.waiting:
-            if not future.done():
-                future.set_result(None)
-
-    async def ended_or_paused(self, call: asyncio.Future) -> bool:
-        """Waits until a call has ended or the player pauses. Returns whether it has ended."""
-        if call.done() or self.is_pausing:
-            return call.done()
-        future = self.engine.loop.create_future()
-
-        def end_wait(_: asyncio.Future) -> None:
-            if not future.done():
-                future.set_result(None)
-
-        self.waiting.add(future)
-        call.add_done_callback(end_wait)
+    async def call(self, call: Awaitable[T]) -> T:
+        """Returns the result of a call of the environment, unless `cancel_calls` ends it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.add(task)
         try:
-            await future
-        except asyncio.CancelledError:  # the rollout has failed
-            call.cancel()
-            raise
+            return await call
         finally:
-            self.waiting.discard(future)
-            call.remove_done_callback(end_wait)
-        return call.done()
+            self.calls.discard(task)
 
-    async def _call(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of a call of the environment, or of the running one with this key.
-
-        PausedError if the player pauses before it ends.
-        """
-        if key not in self.calls:
-            if not self.may_pause:
-                return await call()
-            self.calls[key] = asyncio.ensure_future(call())
-        task = self.calls[key]
-        if not await self.ended_or_paused(task):
-            raise PausedError
-        del self.calls[key]
-        return task.result()
-
-    def has_calls(self, group: Group, split: str) -> bool:
-        """Returns whether calls for the group run here, or have a result that it lacks."""
-        keys = [group_key(group)]
-        keys += [trajectory_key(split, trajectory) for trajectory in group.trajectories]
-        return any(key in self.calls for key in keys)
-
-    async def cancel_call(self, key: Hashable) -> None:
-        """Ends a call that a pause has left, if there is one."""
-        call = self.calls.pop(key, None)
-        if call is not None:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-
-    async def drop(self, trajectory: Trajectory, key: Hashable) -> None:
-        """Ends what runs for a trajectory that is no longer needed."""
-        await self.cancel_call(key)
-        await self.end(trajectory, key)
+    def cancel_calls(self) -> None:
+        """Ends the calls of the environment that run, and the tasks that wait for them."""
+        while self.calls:
+            self.calls.pop().cancel()
 
     def fail(self, trajectory: Trajectory, error: EnvError) -> None:
         """Ends a trajectory whose environment failed. It is not trained."""
         self.failures.record(error)
         trajectory.finish_reason = FinishReason.FAILED
-        trajectory.unanswered = trajectory.unscored = None
         for sample in trajectory.samples:
             sample.mask = array("b", [0]) * len(sample.mask)
 
@@ -192,10 +123,7 @@ class Player:
                 self.failures.record(error)
 
     async def score_group(self, group: Group) -> None:
-        """Adds the rewards of `group_reward_fn`, once all trajectories of the group are done.
-
-        If the player pauses, the group may stay without them.
-        """
+        """Adds the rewards of `group_reward_fn`, once all trajectories of the group are done."""
         members = [t for t in group.trajectories if not t.is_failed]
         if group.is_scored or not members:
             group.is_scored = True
@@ -203,9 +131,7 @@ class Player:
         records = [{**t.record(), "row": t.row} for t in members]
         env = self.env_of(members[0])
         try:
-            all_parts = await self._call(group_key(group), lambda: env.score_group(records))
-        except PausedError:
-            return
+            all_parts = await self.call(env.score_group(records))
         except EnvError as error:
             for trajectory in members:
                 self.fail(trajectory, error)
@@ -217,7 +143,7 @@ class Player:
     async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
         """Makes the environment's object, and the prompt with its tools and its first messages."""
         env = self.env_of(trajectory)
-        prompt_messages = await self._call(key, lambda: env.begin(trajectory.row, key))
+        prompt_messages = await self.call(env.begin(trajectory.row, key))
         trajectory.messages = list(prompt_messages)
         try:
             prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
@@ -244,7 +170,7 @@ class Player:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
         messages, row = trajectory.messages, trajectory.row
-        parts = await self._call(key, lambda: env.score(messages, row, key, inputs))
+        parts = await self.call(env.score(messages, row, key, inputs))
         add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
 
@@ -259,18 +185,14 @@ class Player:
 
         Returns the turn if it is the last one; None after other turns, and if it is aborted.
         """
-        turn = trajectory.unanswered
-        if turn is None:
-            turn = await self.sample_turn(trajectory, params, seed)
+        turn = await self.sample_turn(trajectory, params, seed)
         if turn is None:
             return None
         is_last = trajectory.num_turns >= self.max_turns
         needs_answer = not is_last or self.env_of(trajectory).has_object
         if turn["finish_reason"] != "stop" or not needs_answer:
             return turn
-        trajectory.unanswered = turn
         answer = await self._answer(trajectory, turn, key)
-        trajectory.unanswered = None
         self._add_turn_reward(trajectory, answer.reward)
         if is_last or answer.done or not answer.messages:
             trajectory.messages += answer.messages
@@ -308,10 +230,9 @@ class Player:
         if env.tools:
             calls = self.read_calls(trajectory, turn["num_tokens"], env.tools).calls
             if calls:
-                num_turns = trajectory.num_turns
-                return await self._call(key, lambda: env.call_tools(calls, num_turns, key))
+                return await self.call(env.call_tools(calls, trajectory.num_turns, key))
         messages, row = trajectory.messages, trajectory.row
-        return await self._call(key, lambda: env.answer(messages, row, key, turn))
+        return await self.call(env.answer(messages, row, key, turn))
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""

@@ -1,7 +1,7 @@
 """Which groups a rollout plays and which of them a step uses, and how the engines agree on it."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import _get_default_store
@@ -26,8 +26,6 @@ class GroupSchedule:
     most: int
     num_ahead: int = 0
     filter: Sequence[float] = ()  # rollout.filter: (low, high), or empty
-    # The only engine that may play a group, by number: calls for the group run in its process.
-    pins: dict[int, int] = field(default_factory=dict)
     mean_scores: dict[int, float] = field(default_factory=dict)  # of the groups that are done
 
     @property
@@ -74,18 +72,6 @@ class GroupSchedule:
         """Whether all groups that the step uses are done."""
         length = self.length
         return length is not None and all(number in self.mean_scores for number in range(length))
-
-    def select(self, numbers: Iterable[int], engine: int) -> Iterator[int]:
-        """Yields those of the endless ascending `numbers` that an engine may play.
-
-        Numbers pinned to an engine are left out, and its own ones are inserted in order.
-        """
-        own = sorted(number for number, pin in self.pins.items() if pin == engine)
-        for number in numbers:
-            while own and own[0] < number:
-                yield own.pop(0)
-            if number not in self.pins:
-                yield number
 
 
 class GroupBoard:

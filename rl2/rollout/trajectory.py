@@ -71,10 +71,6 @@ class Trajectory:
     # (version of the weights, number of tokens that they sampled), in order of time.
     versions: list[tuple[int, int]] = field(default_factory=list)
     partial_tokens: int = 0  # tokens of a turn that a pause interrupted
-    # The turn that waits for the environment's answer, or, if it is the last one, for its rewards:
-    # a pause may come in between.
-    unanswered: TurnInfo | None = None
-    unscored: TurnInfo | None = None
     row_index: int = -1  # of its row in the data
     source: str = ""  # of its row: the name in data.path.NAME or data.test_path.NAME, if any
     filter_status: FilterStatus = FilterStatus.OFF
@@ -170,11 +166,6 @@ class Group:
     @property
     def is_done(self) -> bool:
         return all(trajectory.is_done for trajectory in self.trajectories)
-
-
-def group_key(group: Group) -> Hashable:
-    """Returns the key of the group's own call of the environment."""
-    return ("group", group.id)
 
 
 def trajectory_key(split: str, trajectory: Trajectory) -> Hashable:
