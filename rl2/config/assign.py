@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any, get_origin
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Assignment
@@ -74,7 +74,7 @@ def assign(
     A misspelled key sets the one key that it must mean, so that no other problem follows from it.
     """
     set_keys = set()
-    for name, value, source in assignments:
+    for name, value, source in without_dropped_sections(config, assignments, problems):
         target, problem = find_target(name, value, known)
         if target:
             set_keys.add(target)
@@ -85,6 +85,31 @@ def assign(
         if problem is not None:
             problems.append(replace(problem, source=source))
     return set_keys
+
+
+def without_dropped_sections(
+    config: DictConfig, assignments: list[Assignment], problems: list[Problem]
+) -> list[Assignment]:
+    """The assignments but those of sections that the trainer no longer has, each of which is one
+    problem.
+
+    In a recipe such a section may be that of an old config.yaml, without an environment. Then it
+    had no effect, and it is no problem.
+    """
+    kind: Any = OmegaConf.get_type(config)
+    [trainer] = [name for name, root in TRAINER_CONFIGS.items() if issubclass(kind, root)]
+    unused = {x.source for x in assignments if x.key == "rollout.env_path" and x.value is None}
+    kept = []
+    for assignment in assignments:
+        section = f"{trainer} {assignment.key.partition('.')[0]}.*"
+        text = explain_dropped(section)
+        if not text:
+            kept.append(assignment)
+        elif not assignment.source or assignment.source not in unused:
+            problem = Problem(section, MISSING, text, assignment.source)
+            if problem not in problems:
+                problems.append(problem)
+    return kept
 
 
 def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem | None]:

@@ -120,29 +120,13 @@ def has_section(config: Any, *names: str) -> bool:
     return any(hasattr(config, name) for name in names)
 
 
-def plays_tests(config: Any) -> bool:
-    """Whether a trainer other than PPO answers test prompts in an environment."""
-    is_able = has_section(config, "rollout") and not has_section(config, "adv")
-    return is_able and config.rollout.env_path is not None
-
-
-def has_tests(config: Any) -> bool:
-    """Whether the run evaluates, on test rows or on prompts that it answers."""
-    return bool(config.data.has_test_rows or plays_tests(config))
-
-
-def samples(config: Any) -> bool:
-    """Whether the run samples answers, in training or in evaluations."""
-    return has_section(config, "adv") or plays_tests(config)
-
-
 def has_new_adapters(config: Any) -> bool:
     """Whether a worker trains adapters, whose weights are random at first."""
     return any(getattr(section, "lora_rank", 0) for section in vars(config).values())
 
 
 WITH_TEST_DATA = Condition(
-    lambda config, section: has_tests(config),
+    lambda config, section: config.data.has_test_rows,
     "without data.test_path or data.test_ratio",
     is_harmless=True,
 )
@@ -179,16 +163,13 @@ WITH_ADAPTERS = Condition(
     lambda config, section: section.lora_rank,
     "without {path}.lora_rank: only weights that adapters freeze are quantised",
 )
-WITH_EVALUATION_ENV = Condition(
-    lambda config, section: plays_tests(config), "without rollout.env_path"
-)
 WITH_SAMPLING = Condition(
-    lambda config, section: samples(config),
+    lambda config, section: has_section(config, "adv"),
     "where nothing is sampled",
     is_harmless=True,
 )
 WITH_RANDOMNESS = Condition(
-    lambda config, section: samples(config) or has_new_adapters(config),
+    lambda config, section: has_section(config, "adv") or has_new_adapters(config),
     "where nothing is sampled and lora_rank=0",
     is_harmless=True,
 )

@@ -423,11 +423,7 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
     if trainer.rollouts_from and config.data.test_path:
         message = "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
         yield Problem("data.test_path", config.data.test_path, message)
-    yield from find_equal_answers(
-        "data.responses_per_test_prompt",
-        config.data.responses_per_test_prompt,
-        rollout.test_sampling_params,
-    )
+    yield from find_equal_answers(config)
     for name, worker in (("actor", config.actor), ("critic", config.critic)):
         if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
             reason = f"{name} is not updated in any of the {trainer.max_steps} steps"

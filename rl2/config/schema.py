@@ -25,7 +25,6 @@ from rl2.config.conditions import (
     WITH_ADAPTERS,
     WITH_CRITIC,
     WITH_ENGINE_PACKAGE,
-    WITH_EVALUATION_ENV,
     WITH_FILTER,
     WITH_GPU,
     WITH_GROUPS,
@@ -672,10 +671,6 @@ class SamplingConfig:
 @dataclass
 class TestSamplingConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
-
-
-@dataclass
-class PPOTestSamplingConfig(TestSamplingConfig):
     max_new_tokens: PositiveInt | None = key(  # type: ignore[assignment]  # follow_keys fills it in
         None, "longest answer of one turn, in tokens; by default as in training"
     )
@@ -685,9 +680,7 @@ class PPOTestSamplingConfig(TestSamplingConfig):
 
 
 @dataclass
-class PlayConfig:
-    """How prompts are played, in PPO and in evaluations of the other trainers."""
-
+class RolloutConfig:
     env_path: Any = key(
         MISSING,
         "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
@@ -739,15 +732,6 @@ class PlayConfig:
         0.1,
         "stop the run if a larger fraction of a step's trajectories fails",
     )
-
-    @property
-    def env_paths(self) -> dict[str, str]:
-        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
-        return named_paths("rollout.env_path", self.env_path)
-
-
-@dataclass
-class RolloutConfig(PlayConfig):
     engine: str = key(
         "auto",
         "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
@@ -803,8 +787,8 @@ class RolloutConfig(PlayConfig):
         "compare the engine's weights with the trainer's after every step; not only at the start",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
-    test_sampling_params: PPOTestSamplingConfig = section(
-        PPOTestSamplingConfig,
+    test_sampling_params: TestSamplingConfig = section(
+        TestSamplingConfig,
         "sampling of answers on data.test_path",
         common=False,
         only_if=WITH_TEST_DATA,
@@ -867,41 +851,10 @@ class RolloutConfig(PlayConfig):
         unusual_effect="the penalty outweighs a reward of 1",
     )
 
-
-@dataclass
-class EvaluationConfig(PlayConfig):
-    """Evaluation by generation, in a trainer that samples nothing in training."""
-
-    env_path: Any = key(
-        None,
-        "a Python file or the name of a ready-made env, as in PPO: at test steps the model answers "
-        "the prompts of rollout.test_path, and the env scores the answers; "
-        "rollout.env_path.NAME=PATH for each of several sets",
-        common=True,
-        types=(str, dict, NoneType),
-    )
-    test_path: Any = key(
-        None,
-        "prompts to answer, as PPO's rows; name several sets with rollout.test_path.NAME=PATH",
-        common=True,
-        types=(str, dict, NoneType),
-    )
-    columns: dict[str, str] = key(
-        {}, "columns of these prompts to rename: rollout.columns.OLD=NEW; as data.columns of rows"
-    )
-    responses_per_test_prompt: PositiveInt = key(
-        1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
-    )
-    test_sampling_params: TestSamplingConfig = section(TestSamplingConfig, "sampling of answers")
-
     @property
-    def test_paths(self) -> dict[str, str]:
-        """The paths of the sets, by key: rollout.test_path, or rollout.test_path.NAME of each."""
-        return named_paths("rollout.test_path", self.test_path)
-
-    @property
-    def test_names(self) -> list[str]:
-        return list(map(source_name, self.test_paths))
+    def env_paths(self) -> dict[str, str]:
+        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
+        return named_paths("rollout.env_path", self.env_path)
 
 
 @dataclass
@@ -1170,11 +1123,6 @@ class PPOConfig:
 class SFTConfig:
     data: SFTDataConfig = section(SFTDataConfig, "the rows")
     actor: SFTActorConfig = section(SFTActorConfig, "the model that is trained")
-    rollout: EvaluationConfig = section(
-        EvaluationConfig,
-        "evaluation by generation",
-        only_if=WITH_EVALUATION_ENV,
-    )
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
@@ -1182,11 +1130,6 @@ class SFTConfig:
 class DPOConfig:
     data: ExampleConfig = section(ExampleConfig, "the rows")
     actor: WorkerConfig = section(WorkerConfig, "the policy that is trained")
-    rollout: EvaluationConfig = section(
-        EvaluationConfig,
-        "evaluation by generation",
-        only_if=WITH_EVALUATION_ENV,
-    )
     dpo: DPOLossConfig = section(DPOLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
