@@ -85,10 +85,7 @@ class Topic:
     text: str = ""
 
 
-ENVIRONMENT_KEYS = (
-    r"env_\w+|endpoint_host|max_turns|max_env_failures|reward_weights|score|test_path|columns"
-    r"|responses_per_test_prompt"
-)
+ENVIRONMENT_KEYS = r"env_\w+|endpoint_host|max_turns|max_env_failures|reward_weights|score"
 TOPICS = [
     Topic("Data", r"data\..*"),
     Topic("Model", r"(actor|critic)\.(model_name|dtype|head_dtype)"),
@@ -120,8 +117,6 @@ TOPICS = [
     Topic(
         "Environment and rewards",
         rf"rollout\.({ENVIRONMENT_KEYS})",
-        "In SFT and DPO these are the keys of the "
-        "[evaluation by generation](sft_dpo_rm_lora.md#evaluation-by-generation).",
     ),
     Topic(
         "Sampling",

@@ -129,9 +129,7 @@ def train(
     functions = {name: function for name, function in given.items() if function is not None}
     if functions and trainer != "ppo":
         names = ", ".join(functions)
-        if trainer == "rm":
-            raise ValueError(f"{names}: rm has no environment, as ppo has")
-        raise ValueError(f"{names}: {trainer} takes an environment from a file: give env=FILE")
+        raise ValueError(f"{names}: {trainer} has no environment, as ppo has")
     inputs = Inputs()
     inputs.set_keys(keys)
     for argument, key, given_rows in (

@@ -59,11 +59,6 @@ SOURCES = (
 )
 SFT_SOURCES = "data.path={{all:{inputs}/conversations.jsonl,few:{inputs}/few_conversations.jsonl}}"
 SFT = f"sft {COMMON} {ACTOR} {CONVERSATIONS} data.batch_size=3"
-PLAYED = (
-    "rollout.env_path={inputs}/letters.py rollout.test_path={inputs}/prompts.jsonl"
-    " rollout.test_sampling_params.temperature=1 rollout.test_sampling_params.max_new_tokens=6"
-    f" rollout.max_running=8 {BEST}"
-)
 DPO = f"dpo {COMMON} {ACTOR} {PAIRS} data.batch_size=3"
 RM = (
     f"rm {COMMON} critic.model_name={{inputs}}/tiny critic.dtype=float32 critic.lr=0.01"
@@ -86,7 +81,6 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),
-    "sft_played": (2, f"{SFT} {PLAYED}"),
     "sft_best": (2, f"{SFT} {BEST}"),
     "sft_sources": (1, f"{SFT} {SFT_SOURCES}"),
     "dpo": (1, DPO),

@@ -462,7 +462,7 @@ WRONG = {
     "rollout.env_path and reward_fn: both": {"rollout": {"env_path": "gsm8k"}},
     "env and reward_fn: both set rollout.env_path": dict(env="gsm8k"),
     "reward_fn: rm has no environment": dict(trainer="rm"),
-    "reward_fn: sft takes an environment from a file": dict(trainer="sft"),
+    "reward_fn: sft has no environment": dict(trainer="sft"),
     "env_isolation=process: other processes cannot call reward_fn": {
         "rollout.env_isolation": "process"
     },

@@ -65,6 +65,7 @@ def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
         (["rl2.trainer.sft", "--plan"], "rl2 plan"),
         (["rl2", "plan", "--prompt-tokens", "9"], "overlap/sampler_busy"),
         (["rl2.trainer.dpo", "actor.gradient_checkpointing=auto"], "rl2 plan"),
+        (["rl2.trainer.sft", "rollout.env_path=env.py", "rollout.a=1"], "trainer.eval_only=true"),
     ],
 )
 def test_what_is_dropped_names_what_to_use_instead(words, instead):

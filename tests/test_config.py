@@ -402,9 +402,7 @@ def test_the_share_of_sglang_is_a_number_or_auto(base):
 def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(
     base, monkeypatch, engine
 ):
-    monkeypatch.setattr("rl2.config.ppo_rules.is_installed", lambda package: True)
     monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: "0.32.0")
-    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.23")
     words = [f"rollout.engine={engine}", "data.prompts_per_rollout=8"]
     two_nodes = [(2, 0, 0), (4, 4, 0), (8, 0, 1), (3, 0, 1), (4, 2, 1)]
     node_of_3 = [(2, 2, 0), (2, 0, 1)]
@@ -423,8 +421,7 @@ def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(
 def sglang_on_a_gpu(monkeypatch):
     """A machine that has a GPU and SGLang 0.5.23; the argument that chooses it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("rl2.config.ppo_rules.is_installed", lambda package: True)
-    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.23")
+    monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: "0.5.23")
     return "rollout.engine=sglang"
 
 
@@ -441,20 +438,42 @@ def test_expandable_segments_are_refused_with_sglang_on_a_gpu(base, sglang_on_a_
     assert problem_keys("ppo", sglang_on_a_gpu) == []
 
 
-def test_a_machine_on_which_sglang_cannot_run_is_refused(base, sglang_on_a_gpu, monkeypatch):
-    """What is refused of it is tested in test_toolkit.py."""
+@pytest.mark.parametrize("missing", ["cuda/bin/nvcc", "bin/ninja", "bin/c++"])
+def test_a_machine_without_the_compilers_of_sglang_is_refused(
+    base, sglang_on_a_gpu, monkeypatch, tmp_path, missing
+):
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("rl2.config.ppo_rules.toolkit_problems", lambda: ["there is no nvcc"])
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.delenv("CXX", raising=False)
+    for name in ("cuda/bin/nvcc", "bin/ninja", "bin/c++"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    assert problem_keys("ppo", sglang_on_a_gpu) == []
+    (tmp_path / missing).unlink()
     [[problem], _] = find_problems("ppo", [sglang_on_a_gpu])
-    assert str(problem) == "rollout.engine=sglang: there is no nvcc"
-    monkeypatch.setattr("rl2.config.ppo_rules.toolkit_problems", lambda: [])
-    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.17")
-    assert problem_keys("ppo", sglang_on_a_gpu) == ["rollout.engine"]
+    name = missing.removeprefix("bin/")
+    assert problem.key == "rollout.engine" and f"{name}. Set CUDA_HOME" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("release", "is_too_old", "has_slow_head"),
+    [
+        ("0.4.9.post6", True, False),
+        ("0.5.17", False, True),
+        ("0.5.18", False, False),
+        ("1.0.0rc1", False, False),
+    ],
+)
+def test_old_releases_of_sglang_are_refused(
+    base, sglang_on_a_gpu, monkeypatch, release, is_too_old, has_slow_head
+):
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: release)
+    is_refused = is_too_old or has_slow_head
+    assert problem_keys("ppo", sglang_on_a_gpu) == ["rollout.engine"] * is_refused
     for choice in ("rollout.engine_args.enable_fp32_lm_head=false", "actor.head_dtype=bfloat16"):
-        assert problem_keys("ppo", sglang_on_a_gpu, choice) == []
-    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.2")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert problem_keys("ppo", sglang_on_a_gpu) == ["rollout.engine"]
+        assert problem_keys("ppo", sglang_on_a_gpu, choice) == ["rollout.engine"] * is_too_old
 
 
 @pytest.fixture

@@ -176,51 +176,6 @@ def test_sft(tmp_path):
     check_killed("sft", arguments, tmp_path)  # the other trainers have the same loop
 
 
-LETTER_ENV = """
-def reward_fn(messages, answer):
-    reply = messages[-1]["content"]
-    return sum(letter == answer for letter in reply) / max(len(reply), 1)
-"""
-
-
-def evaluation_arguments(tmp_path):
-    """An env that rewards a letter, and prompts like those of `preference` that are played."""
-    (tmp_path / "env.py").write_text(LETTER_ENV)
-    prompts = [
-        {"messages": [{"role": "user", "content": f"pick, {i}"}], "answer": "a"} for i in range(5)
-    ]
-    write_jsonl(tmp_path / "prompts.jsonl", prompts)
-    return [
-        f"rollout.env_path={tmp_path / 'env.py'}",
-        f"rollout.test_path={tmp_path / 'prompts.jsonl'}",
-        "rollout.responses_per_test_prompt=2",
-        "rollout.test_sampling_params.max_new_tokens=6",
-        "rollout.test_sampling_params.temperature=1",
-        "rollout.max_running=16",
-    ]
-
-
-def test_the_model_is_evaluated_by_its_answers(tmp_path):
-    """SFT on replies of one letter: the answers to test prompts become that letter.
-
-    A run without the evaluation trains the same weights.
-    """
-    row = preference(0)
-    talk = [*row["messages"], {"role": "assistant", "content": "a" * 6}]
-    rows = [{"messages": talk}] * 8
-    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.02", "data.test_path=null")
-    played = ["sft", *arguments, *evaluation_arguments(tmp_path)]
-    silent = ["sft", *arguments, f"trainer.save_dir={tmp_path}/silent"]
-    launch_runs(2, [played, silent])
-    lines = read_metrics(tmp_path / "run")
-    rewards = {line["step"]: line["test/reward/mean"] for line in lines if "test/avg@2" in line}
-    assert list(rewards) == [0, 6]
-    assert rewards[0] < 0.2 and rewards[6] > 0.6, rewards
-    for step in rewards:
-        assert len(read_jsonl(tmp_path / f"run/rollouts/test/step_{step}.jsonl")) == 10
-    check_same_weights(tmp_path / "silent", tmp_path / "run")
-
-
 def preference(i, **columns):
     return {
         "messages": [{"role": "user", "content": f"pick, {i}"}],
@@ -472,10 +427,7 @@ LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", 
 
 @pytest.mark.nightly
 def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_path):
-    """Compares all metrics of three steps of gradient descent and their tests, and all weights.
-
-    The tests of SFT and DPO also have answers that the model samples.
-    """
+    """Compares all metrics of three steps of gradient descent and their tests, and all weights."""
     rows_of = {
         "sft": [{"messages": conversation(i)} for i in range(9)] + [{"text": "abcd" * 4}],
         "dpo": [preference(i) for i in range(10)],
@@ -494,8 +446,6 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
             "trainer.test_freq=2",
             f"{worker}.lr=0.1",
         ]
-        if trainer in ("sft", "dpo"):
-            extra += evaluation_arguments(folder)
         name = trainer
         if trainer == "kto":
             name = "dpo"

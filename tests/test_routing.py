@@ -1,7 +1,11 @@
 """actor.routing_replay: the trainer computes with the experts that the engine chose."""
 
+import asyncio
 import sys
+from base64 import b64encode
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +14,6 @@ from common import (
     GATED_DELTA,
     LETTER_ENV,
     MIXTURES,
-    ROOT,
     launch,
     launch_runs,
     make_model,
@@ -27,14 +30,17 @@ from parity import (
     worker_config,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.batch import Experts, scored_spans
 from rl2.config.ppo_rules import check_engine
 from rl2.config.schema import PPOConfig
-from rl2.engine.base import EngineSettings
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
+from rl2.engine.sglang import SGLangEngine
 from rl2.model.routers import find_logit_routers
+from rl2.model.routing import find_router_layers
+from rl2.model.towers import empty_language_model
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
@@ -269,6 +275,29 @@ def test_engines_that_tell_no_experts_are_refused_before_they_start(engine):
     assert "actor.routing_replay" in [problem.key for problem in check_engine(config)]
 
 
-def test_sglang_tells_of_all_layers(tmp_path):
+def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
+    """They are the last two of three. On a CPU the real one cannot be asked."""
     name = make_model(tmp_path / "model", "glm4_moe", tied=False, **FAMILIES["glm4_moe"])
-    launch(1, ROOT / "tests/sglang_ranks.py", "routing", name, "cpu")
+    engine = object.__new__(SGLangEngine)
+    engine.vocabulary, engine.max_length, engine.num_aborts = 99, 99, 0
+    engine.choices_shape = (-1, 3, 2)
+    model = empty_language_model(AutoConfig.from_pretrained(name))
+    engine.router_layers = find_router_layers(name, model)
+
+    async def answer(input_ids, routed_experts_start_len=0, **options):
+        """One token. The two experts of token t in layer l are 10 l + t and one more."""
+        tokens = np.arange(routed_experts_start_len, len(input_ids))[:, None, None]
+        experts = tokens + 10 * np.arange(3)[:, None] + np.arange(2)
+        told = b64encode(experts.astype(np.int32).tobytes()).decode()
+        meta = {"output_token_logprobs": [(-0.5, 1, None)], "weight_version": "0"}
+        meta |= {"finish_reason": {"type": "length"}, "routed_experts": told}
+        return {"meta_info": meta}
+
+    engine.engine = SimpleNamespace(async_generate=answer)
+
+    def ask(**params):
+        params = SamplingParams(max_new_tokens=1, **params)
+        return asyncio.run(engine.generate([3, 4, 5], params, (0,)))
+
+    assert ask(experts_from=1).experts.tolist() == [[[11, 12], [21, 22]], [[12, 13], [22, 23]]]
+    assert ask().experts is None

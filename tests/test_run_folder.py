@@ -29,7 +29,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
 from rl2 import worker
-from rl2.config.schema import PPOConfig, PromptConfig
+from rl2.config.arguments import read_arguments
+from rl2.config.parse import compose
+from rl2.config.schema import PPOConfig, PromptConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
@@ -495,6 +497,54 @@ def test_edited_examples_and_one_of_several_envs_are_named(tmp_path, monkeypatch
         (tmp_path / name).write_text("before")
 
 
+# What SFT and DPO wrote into config.yaml when they could play test prompts, for a run without any.
+OLD_SECTION = """\
+rollout:
+  env_path: null
+  max_turns: 1
+  reward_weights: {}
+  score: null
+  max_running: null
+  env_timeout: 30.0
+  env_concurrency: 32
+  env_isolation: thread
+  endpoint_host: 127.0.0.1
+  max_env_failures: 0.1
+  test_path: null
+  columns: {}
+  responses_per_test_prompt: 1
+  test_sampling_params:
+    temperature: 0.0
+    top_p: 1.0
+    top_k: -1
+    max_new_tokens: 128
+    stop_token_ids: []
+    stop: []
+"""
+
+
+def test_the_config_of_an_older_run_is_read_without_sections_that_had_no_effect(run):
+    text = (run / "config.yaml").read_text() + OLD_SECTION
+    keys = []
+    for old in (text, text.replace("env_path: null", "env_path: env.py")):
+        Path("old.yaml").write_text(old)
+        draft = compose(SFTConfig, read_arguments(["--config-name", "old.yaml"]))
+        keys.append([problem.key for problem in draft.problems])
+    assert keys == [[], ["sft rollout.*"]]
+
+
+def test_the_answers_of_its_model_are_scored_by_an_evaluation_of_ppo(become_ppo, train, run):
+    """What answers for the generation tests that SFT and DPO had."""
+    words = [f"actor.model_name={run / 'model'}", "data.test_path=rows.jsonl"]
+    words += ["trainer.eval_only=true", "trainer.experiment_name=evaluated"]
+    status, output = train(*words, "rollout.env_path=env.py", main=ppo.main)
+    assert status == 0, output
+    [metrics] = read_metrics(run.with_name("evaluated"))
+    records = read_jsonl(run.with_name("evaluated") / "rollouts/test/step_0.jsonl")
+    assert len(records) == 8
+    assert metrics["test/reward/mean"] == sum(record["reward"] for record in records) / 8
+
+
 def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
     """It keeps its own newer checkpoints. Another command begins there again."""
     keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1"]
@@ -502,8 +552,11 @@ def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
     assert steps(run / "branches/1") == [3, 4]
     whole = read_untimed_metrics(run)
     shutil.rmtree(run / "checkpoints/step_6")  # as if the run had been killed before
+    for file in (run / "config.yaml", run / "checkpoints/step_4/config.yaml"):
+        file.write_text(file.read_text() + OLD_SECTION)
     status, output = train(*keys, "trainer.max_steps=6")
     assert status == 0 and "resumes from runs/default/checkpoints/step_4 and not from" in output
+    assert "changed since" not in output
     assert "4 of 6 steps are done" in output and f"trainer.resume=force:{run}" in output
     assert read_untimed_metrics(run) == whole
     status, output = train(*keys, "trainer.max_steps=5")

@@ -21,6 +21,7 @@ from rl2.config.dropped import explain_dropped
 from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, explain_preset, has_presets
 from rl2.config.problem import Problem, general_problem
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import explain_unknown
 from rl2.config.values import declared_key, flatten, show_value
 
@@ -41,6 +42,11 @@ class Arguments:
     set_keys: set[str] = field(default_factory=set)  # all of the two
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
+
+    def refuse(self, problem: Problem) -> None:
+        """Adds a problem, unless an earlier key has the same one: a dropped section is one."""
+        if problem.text not in [other.text for other in self.problems]:
+            self.problems.append(problem)
 
 
 def read_arguments(root: type, argv: list[str]) -> Arguments:
@@ -102,7 +108,11 @@ def take_keys(
 
     `source` is the file.
     """
+    # Such a section of an old config.yaml had no effect without an environment.
+    is_unused = values.get("rollout.env_path", MISSING) is None
     for name, value in values.items():
+        if is_unused and explain_dropped(section_of(root, name)):
+            continue
         if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
             arguments.keys[name] = value
             continue
@@ -110,7 +120,7 @@ def take_keys(
             continue  # a file may have a section without keys
         target, problem = find_target(root, name, value, arguments.folder)
         if problem:
-            arguments.problems.append(Problem(name, value, problem, source))
+            arguments.refuse(Problem(name, value, problem, source))
         if target:
             is_path = isinstance(value, str) and value.startswith("~/")
             arguments.keys[target] = os.path.expanduser(value) if is_path else value
@@ -139,7 +149,7 @@ def take_words(root: type, words: list[str], arguments: Arguments, is_sweep: boo
         if not problem:
             target, problem = find_target(root, key, value, arguments.folder)
         if problem:
-            arguments.problems.append(Problem(key, value, problem))
+            arguments.refuse(Problem(key, value, problem))
         if target:
             is_entry = declared_key(target) != target or isinstance(value, dict)
             sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
@@ -178,6 +188,12 @@ def explain_loose(words: list[str]) -> str:
     return f"{listed}: write key=value, and a value with spaces in quotes, as 'key=\"a value\"'"
 
 
+def section_of(root: type, name: str) -> str:
+    """The section of a key in a trainer's config, as the table of dropped ones has it."""
+    [trainer] = [trainer for trainer, kind in TRAINER_CONFIGS.items() if issubclass(root, kind)]
+    return f"{trainer} {name.partition('.')[0]}.*"
+
+
 def find_target(root: type, name: str, value: Any, folder: str) -> tuple[str, str]:
     """(the key that `name` means, or "" if that is not clear; what is wrong with it, or "").
 
@@ -191,6 +207,8 @@ def find_target(root: type, name: str, value: Any, folder: str) -> tuple[str, st
     if name == KEY and has_presets(known):
         problem = explain_preset(value, folder)
         return ("", problem) if problem else (name, "")
+    if dropped := explain_dropped(section_of(root, name)):
+        return "", dropped
     if declared_key(name) not in known:
         return explain_unknown(name, value, known)
     if name in known and known[name].is_section:

@@ -117,22 +117,6 @@ def has_section(config: Any, *names: str) -> bool:
     return any(hasattr(config, name) for name in names)
 
 
-def plays_tests(config: Any) -> bool:
-    """Whether a trainer other than PPO answers test prompts in an environment."""
-    is_able = has_section(config, "rollout") and not has_section(config, "adv")
-    return is_able and config.rollout.env_path is not None
-
-
-def has_tests(config: Any) -> bool:
-    """Whether the run evaluates, on test rows or on prompts that it answers."""
-    return bool(config.data.has_test_rows or plays_tests(config))
-
-
-def samples(config: Any) -> bool:
-    """Whether the run samples answers, in training or in evaluations."""
-    return has_section(config, "adv") or plays_tests(config)
-
-
 def has_new_adapters(config: Any) -> bool:
     """Whether a worker trains adapters, whose weights are random at first."""
     return any(getattr(section, "lora_rank", 0) for section in vars(config).values())

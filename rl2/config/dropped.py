@@ -2,6 +2,10 @@
 
 import re
 
+EVALUATE = (
+    "python -m rl2.trainer.ppo trainer.eval_only=true actor.model_name=RUN/model "
+    "data.test_path=... rollout.env_path=..."
+)
 DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
     "rl2 env --attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
@@ -14,6 +18,8 @@ DROPPED = {
     "rl2 plan --answer-tokens": "overlap/sampler_busy and overlap/trainer_busy of a short run",
     "optimizer=adamw_8bit": "muon, which has one moment, or adamw with offload_optimizer=true",
     "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
+    "sft rollout.*": EVALUATE,
+    "dpo rollout.*": EVALUATE,
     "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
 }
 
@@ -21,8 +27,8 @@ DROPPED = {
 def explain_dropped(name: str) -> str:
     """Says that this is gone; "" if it never was.
 
-    `name` is a command, a command with an option, an option of the trainers, a path, a key or a
-    KEY=VALUE. A key may be in any section.
+    `name` is a command, a command with an option, an option of the trainers, a path, a key, a
+    KEY=VALUE or TRAINER SECTION.*, a whole section. A key may be in any section.
     """
     for dropped, instead in DROPPED.items():
         if re.fullmatch(rf"(\w+\.)*{re.escape(dropped)}", name):

@@ -1,14 +1,14 @@
-"""The checks of how prompts are played, in PPO and in evaluations of the other trainers."""
+"""The checks of how prompts are played."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import PlayConfig, SamplingConfig
+from rl2.config.schema import PPOConfig, RolloutConfig
 from rl2.user_files import find_env_file
 
 
-def check_envs(rollout: PlayConfig, row_paths: Mapping[str, Any]) -> Iterator[Problem]:
+def check_envs(rollout: RolloutConfig, row_paths: Mapping[str, Any]) -> Iterator[Problem]:
     """Whether there are the env files; if they have names, whether those are of all sources.
 
     `row_paths` are the keys that name the rows which are played, and their values.
@@ -46,14 +46,12 @@ def _check_env_names(env_path: dict[str, Any], row_paths: Mapping[str, Any]) -> 
         yield wrong_value("rollout.env_path", env_path, f"sources without an env: {remedy}")
 
 
-def find_equal_answers(key: str, num_answers: int, params: SamplingConfig) -> Iterator[Problem]:
-    """A warning about several answers to a test prompt that are all the same.
-
-    `key` is the one that sets their number.
-    """
-    if num_answers > 1 and params.temperature == 0:
+def find_equal_answers(config: PPOConfig) -> Iterator[Problem]:
+    """A warning about several answers to a test prompt that are all the same."""
+    num_answers = config.data.responses_per_test_prompt
+    if num_answers > 1 and config.rollout.test_sampling_params.temperature == 0:
         reason = (
             "with rollout.test_sampling_params.temperature=0 the answers to a prompt are all the "
             "same; set a temperature, e.g. 1 as in training"
         )
-        yield wrong_value(key, num_answers, reason)
+        yield wrong_value("data.responses_per_test_prompt", num_answers, reason)

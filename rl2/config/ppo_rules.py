@@ -18,14 +18,19 @@ from rl2.config.conditions import (
     policy_loss_needs,
     weights_kl,
 )
-from rl2.config.engines import VLLM_PACKAGES, choose_engine, installed_version, is_installed
+from rl2.config.engines import (
+    VLLM_PACKAGES,
+    choose_engine,
+    compiler_problems,
+    installed_version,
+    sglang_problems,
+)
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
 from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig, worker_names
-from rl2.config.toolkit import toolkit_problems, version_problems
 from rl2.config.values import get_value
 
 TRIED_VLLM = "0.32."
@@ -312,7 +317,8 @@ def check_sglang(config: PPOConfig) -> Iterator[Problem]:
     torch's memory is of a kind that it can take over and give back.
     """
     rollout = config.rollout
-    if not is_installed("sglang"):
+    version = installed_version("sglang")
+    if version is None:
         reason = "it is not installed; pip install sglang, or set rollout.engine=local"
         yield wrong_value("rollout.engine", "sglang", reason)
         return
@@ -324,9 +330,9 @@ def check_sglang(config: PPOConfig) -> Iterator[Problem]:
         and config.actor.head_dtype == "float32"
         and "enable_fp32_lm_head" not in rollout.engine_args
     )
-    reasons = [*version_problems(has_float32_head)]
+    reasons = [*sglang_problems(version, has_float32_head)]
     if has_gpu and torch.version.cuda:
-        reasons += toolkit_problems()
+        reasons += compiler_problems()
     for reason in reasons:
         yield wrong_value("rollout.engine", rollout.engine, reason)
     if has_gpu:
@@ -423,11 +429,7 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
     if trainer.rollouts_from and config.data.test_path:
         message = "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
         yield Problem("data.test_path", config.data.test_path, message)
-    yield from find_equal_answers(
-        "data.responses_per_test_prompt",
-        config.data.responses_per_test_prompt,
-        rollout.test_sampling_params,
-    )
+    yield from find_equal_answers(config)
     for name, worker in (("actor", config.actor), ("critic", config.critic)):
         if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
             reason = f"{name} is not updated in any of the {trainer.max_steps} steps"

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rl2.config.conditions import (
-    has_tests,
     loads_teacher,
     needs_critic,
     needs_reference_point,
-    plays_tests,
 )
 from rl2.config.engines import is_installed
 from rl2.config.key_rules import check_choices, check_keys, without_repeats
 from rl2.config.model_rules import check_model, find_base_warnings
-from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import (
     DataConfig,
     DPOConfig,
-    EvaluationConfig,
     ModelConfig,
     PPOConfig,
     WorkerConfig,
@@ -52,16 +48,9 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
     problems += check_loggers(config.trainer.loggers)
     if isinstance(config, DPOConfig):
         problems += check_dpo(config)
-    if config.trainer.test_freq and not has_tests(config):
+    if config.trainer.test_freq and not config.data.has_test_rows:
         reason = "there are no test rows: set data.test_path or data.test_ratio"
         warnings.append(wrong_value("trainer.test_freq", config.trainer.test_freq, reason))
-    if plays_tests(config):
-        problems += check_evaluation(config.rollout)
-        warnings += find_equal_answers(
-            "rollout.responses_per_test_prompt",
-            config.rollout.responses_per_test_prompt,
-            config.rollout.test_sampling_params,
-        )
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
         if isinstance(model, WorkerConfig):
@@ -102,16 +91,6 @@ def check_data(data: DataConfig) -> Iterator[Problem]:
         yield wrong_value("data.system_prompt", prompt, "no such file")
 
 
-def check_evaluation(rollout: EvaluationConfig) -> Iterator[Problem]:
-    """Whether an evaluation by generation has env files, and prompts that exist."""
-    yield from check_envs(rollout, {"rollout.test_path": rollout.test_path})
-    if not rollout.test_paths:
-        message = "rollout.env_path needs rollout.test_path, the prompts that the model answers"
-        yield Problem("rollout.env_path", rollout.env_path, message)
-    for key, path in rollout.test_paths.items():
-        yield from check_rows(key, path)
-
-
 def check_sources(data: DataConfig) -> Iterator[Problem]:
     """Whether there is a source, and whether weights are of all sources."""
     if not isinstance(data.path, dict):
@@ -133,7 +112,7 @@ def check_rows(key: str, path: Any) -> Iterator[Problem]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
     if not isinstance(path, str):
         reason = "expected a path, of several files the folder that they are in"
-        if key in ("data.path", "data.test_path", "rollout.test_path"):
+        if key in ("data.path", "data.test_path"):
             reason += f", or {key}.NAME=PATH for each of several sets"
         yield wrong_value(key, path, reason)
         return
@@ -192,7 +171,7 @@ def check_best(config: Any) -> Iterator[Problem]:
     if trainer.eval_only or getattr(trainer, "rollouts_from", None):
         other = "eval_only" if trainer.eval_only else "rollouts_from"
         message = f"{key} has no effect with trainer.{other}: leave one of them out"
-    elif not has_tests(config):
+    elif not config.data.has_test_rows:
         message = f"{key} needs test rows: set data.test_path or data.test_ratio"
     elif trainer.test_freq is None:
         message = (

@@ -609,18 +609,12 @@ class SamplingConfig:
 @dataclass
 class TestSamplingConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
-
-
-@dataclass
-class PPOTestSamplingConfig(TestSamplingConfig):
     max_new_tokens: int = follows("rollout.train_sampling_params.max_new_tokens")
     stop: list[str] = follows("rollout.train_sampling_params.stop")
 
 
 @dataclass
-class PlayConfig:
-    """How prompts are played, in PPO and in evaluations of the other trainers."""
-
+class RolloutConfig:
     env_path: Any = key(
         MISSING,
         "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
@@ -672,15 +666,6 @@ class PlayConfig:
         0.1,
         "stop the run if a larger fraction of a step's trajectories fails",
     )
-
-    @property
-    def env_paths(self) -> dict[str, str]:
-        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
-        return named_paths("rollout.env_path", self.env_path)
-
-
-@dataclass
-class RolloutConfig(PlayConfig):
     engine: str = key(
         "auto",
         "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
@@ -726,8 +711,8 @@ class RolloutConfig(PlayConfig):
         "compare the engine's weights with the trainer's after every step; not only at the start",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
-    test_sampling_params: PPOTestSamplingConfig = section(
-        PPOTestSamplingConfig,
+    test_sampling_params: TestSamplingConfig = section(
+        TestSamplingConfig,
         "sampling of answers on data.test_path",
         common=False,
     )
@@ -782,41 +767,10 @@ class RolloutConfig(PlayConfig):
         "succeed; less where fewer do; e.g. 0.1 (ALP); logged as the reward part length_penalty",
     )
 
-
-@dataclass
-class EvaluationConfig(PlayConfig):
-    """Evaluation by generation, in a trainer that samples nothing in training."""
-
-    env_path: Any = key(
-        None,
-        "a Python file or the name of a ready-made env, as in PPO: at test steps the model answers "
-        "the prompts of rollout.test_path, and the env scores the answers; "
-        "rollout.env_path.NAME=PATH for each of several sets",
-        common=True,
-        types=(str, dict, NoneType),
-    )
-    test_path: Any = key(
-        None,
-        "prompts to answer, as PPO's rows; name several sets with rollout.test_path.NAME=PATH",
-        common=True,
-        types=(str, dict, NoneType),
-    )
-    columns: dict[str, str] = key(
-        {}, "columns of these prompts to rename: rollout.columns.OLD=NEW; as data.columns of rows"
-    )
-    responses_per_test_prompt: PositiveInt = key(
-        1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
-    )
-    test_sampling_params: TestSamplingConfig = section(TestSamplingConfig, "sampling of answers")
-
     @property
-    def test_paths(self) -> dict[str, str]:
-        """The paths of the sets, by key: rollout.test_path, or rollout.test_path.NAME of each."""
-        return named_paths("rollout.test_path", self.test_path)
-
-    @property
-    def test_names(self) -> list[str]:
-        return list(map(source_name, self.test_paths))
+    def env_paths(self) -> dict[str, str]:
+        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
+        return named_paths("rollout.env_path", self.env_path)
 
 
 @dataclass
@@ -1056,10 +1010,6 @@ class PPOConfig:
 class SFTConfig:
     data: SFTDataConfig = section(SFTDataConfig, "the rows")
     actor: SFTActorConfig = section(SFTActorConfig, "the model that is trained")
-    rollout: EvaluationConfig = section(
-        EvaluationConfig,
-        "evaluation by generation",
-    )
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
@@ -1067,10 +1017,6 @@ class SFTConfig:
 class DPOConfig:
     data: ExampleConfig = section(ExampleConfig, "the rows")
     actor: WorkerConfig = section(WorkerConfig, "the policy that is trained")
-    rollout: EvaluationConfig = section(
-        EvaluationConfig,
-        "evaluation by generation",
-    )
     dpo: DPOLossConfig = section(DPOLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 

@@ -14,8 +14,6 @@ OPEN_KEYS = (
     "data.columns",
     "data.chat_template_kwargs",
     "data.test_path",
-    "rollout.test_path",
-    "rollout.columns",
 )
 
 

@@ -19,7 +19,9 @@ import time
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing import current_process
+from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
@@ -30,7 +32,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from rl2 import cleanup
-from rl2.config.toolkit import cudart_folder
 from rl2.engine.base import (
     Engine,
     EngineSettings,
@@ -63,6 +64,7 @@ LEAST_RELEASED_SHARE = 0.5
 SECONDS_TO_START = 900.0  # kernels are compiled and graphs recorded: minutes in the first run
 MOST_GRAPH_REQUESTS = 512  # larger steps compute for so long that a graph saves nothing
 LIBRARY_PATH = "LD_LIBRARY_PATH"
+MAPPED_FILES = Path("/proc/self/maps")  # of this process
 CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -574,6 +576,28 @@ def _environment_of_schedulers(device: torch.device) -> Iterator[None]:
         for name in _watched_variables().keys() - before:
             del os.environ[name]
         os.environ.update(before)
+
+
+def cudart_folder() -> str | None:
+    """The folder of the CUDA runtime that torch uses; None if there is none.
+
+    pip installs it below site-packages, where only libraries with a path to it find it. The memory
+    saver has none.
+    """
+    major = (torch.version.cuda or "").partition(".")[0]
+    if not major:
+        return None
+    name = f"libcudart.so.{major}"
+    if MAPPED_FILES.exists():
+        for line in MAPPED_FILES.read_text().splitlines():
+            mapped = Path(line.split(maxsplit=5)[-1])
+            if mapped.name.startswith(name):
+                return str(mapped.parent)
+    packages = find_spec("nvidia")
+    for folder in (packages and packages.submodule_search_locations) or []:
+        for found in Path(folder).glob(f"*/lib/{name}"):
+            return str(found.parent)
+    return None
 
 
 def _watched_variables() -> dict[str, str]:

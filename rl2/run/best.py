@@ -2,12 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from rl2.config.conditions import plays_tests
 from rl2.config.schema import PPOConfig
 from rl2.run.success import held_out_metric
 
@@ -82,21 +81,10 @@ def best_metric(config: Any) -> str | None:
     chosen = config.trainer.save_best
     if chosen is None:
         return None
-    for names, score in _test_sets(config):
-        if chosen == "auto":
-            name = names[0] if len(names) == 1 else EVERY_SET
-            return f"test/{name}/{score}" if name else f"test/{score}"
-        if chosen in names:
-            return f"test/{chosen}/{score}"
-    return f"test/{chosen}"
-
-
-def _test_sets(config: Any) -> Iterator[tuple[list[str], str]]:
-    """Yields names of test sets and the score of each, first those whose prompts are answered."""
-    is_ppo = isinstance(config, PPOConfig)
-    if is_ppo or plays_tests(config):
-        section = config.data if is_ppo else config.rollout
-        num_samples = section.responses_per_test_prompt
-        yield section.test_names, held_out_metric(config.rollout.score, num_samples)
-    if not is_ppo:
-        yield config.data.test_names, "loss"
+    names, score = config.data.test_names, "loss"
+    if isinstance(config, PPOConfig):
+        score = held_out_metric(config.rollout.score, config.data.responses_per_test_prompt)
+    if chosen == "auto":
+        name = names[0] if len(names) == 1 else EVERY_SET
+        return f"test/{name}/{score}" if name else f"test/{score}"
+    return f"test/{chosen}/{score}" if chosen in names else f"test/{chosen}"

@@ -6,7 +6,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import has_tests
 from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten
 from rl2.data.rows import hash_sources
@@ -166,10 +165,15 @@ def _was_restarted_by_torchrun(path: Path) -> bool:
 
 
 def _is_repeated(path: Path, identity: RunIdentity) -> bool:
-    """Returns whether the last launch in this folder had the same command and files as this one."""
+    """Returns whether the last launch in this folder had the same command and files as this one.
+
+    Keys that only one of the two has are of another version of rl2, as in `find_changes`.
+    """
     earlier = read_record(path).get("identity", {})
     config = dict(flatten(_read_object(path, "config.yaml")))
-    return earlier.get("contents") == identity.contents and config == identity.config
+    if not config or earlier.get("contents") != identity.contents:
+        return False
+    return all(config.get(key, value) == value for key, value in identity.config.items())
 
 
 def _has_a_run(path: Path) -> bool:
@@ -180,7 +184,7 @@ def _has_a_run(path: Path) -> bool:
 
 def _lacks_test(config: Any, step: int) -> bool:
     """Returns whether the step has no evaluation in metrics.jsonl, and can have one."""
-    if not has_tests(config):
+    if not config.data.has_test_rows:
         return False
     for line in MetricsFile(Path(config.trainer.save_dir)).read():
         if line["step"] == step:

@@ -104,7 +104,8 @@ def main() -> None:
             return
         run = make_run(config, replay)
         train(run)
-        run.close()
+        if isinstance(run, PPORun):
+            run.close()
         dist.destroy_process_group()
 
 

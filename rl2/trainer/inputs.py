@@ -1,6 +1,5 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
-from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -44,51 +43,30 @@ def read_rows(
     trained = data.train_paths
     if config.trainer.eval_only and not data.test_ratio:
         trained = {}
-    rows = read_files(trained, "train", kind, data.columns, problems, limit)
-    rows |= read_files(data.test_paths, "test", kind, data.columns, problems, limit)
-    return rows, problems
-
-
-def read_files(
-    paths: Mapping[str, Any],
-    split: str,
-    kind: RowKind,
-    columns: dict[str, str],
-    problems: list[Problem],
-    limit: int | None = None,
-) -> dict[str, Rows]:
-    """The rows of each path by its key. Those that cannot be read are added to the problems.
-
-    `split` is that of a dataset on the hub, train or test. `limit` is that of `read_rows`.
-    """
     rows: dict[str, Rows] = {}
-    for key, path in paths.items():
-        is_path = isinstance(path, str)  # another value is a problem of the config
-        if not path or (limit and not (is_path and Path(path).expanduser().exists())):
-            continue
-        try:
-            rows[key] = load_rows(path, split, kind.read, columns, limit)
-        except ValueError as error:
-            # The readers of rows know the key that renames columns as data.columns.
-            columns_key = f"{key.partition('.')[0]}.columns"
-            text = str(error).replace("data.columns", columns_key)
-            problems.append(Problem(key, path, text))
-    return rows
+    for split, paths in {"train": trained, "test": data.test_paths}.items():
+        for key, path in paths.items():
+            is_path = isinstance(path, str)  # another value is a problem of the config
+            if not path or (limit and not (is_path and Path(path).expanduser().exists())):
+                continue
+            try:
+                rows[key] = load_rows(path, split, kind.read, data.columns, limit)
+            except ValueError as error:
+                problems.append(Problem(key, path, str(error)))
+    return rows, problems
 
 
 def read_examples(
     config: Any,
     kind: RowKind,
     template: ChatTemplate,
-    other_problems: Iterable[Problem] = (),
 ) -> tuple[Examples | Mixture, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
-    ValueError lists all problems, the other ones too, or says that a row has more positions than
-    the model.
+    ValueError lists all problems, or says that a row has more positions than the model.
     """
     rows, problems = read_rows(config, kind)
-    train, tests = make_examples(config, rows, kind, template, [*problems, *other_problems])
+    train, tests = make_examples(config, rows, kind, template, problems)
     assert train is not None
     check_length(config, train, _shorter_rows(train))
     for examples in tests.values():

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from math import nan, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rl2.batch import Batch, scored_spans
-from rl2.config.conditions import compares_pairs, plays_tests
+from rl2.config.conditions import compares_pairs
 from rl2.config.problem import Problem
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
@@ -28,22 +28,15 @@ from rl2.trainer.inputs import (
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
-if TYPE_CHECKING:
-    from rl2.trainer.played_tests import PlayedTests, TestPrompts
-
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
 
 
 def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
-    """The problems of the data and of what answers test prompts, for a config that has others.
+    """The problems of the data, for a config that has others.
 
     Only the first rows of files that are on this machine are read.
     """
     _, problems = read_rows(config, kind, TRIAL_ROWS)
-    if plays_tests(config):
-        from rl2.trainer.played_tests import find_test_problems  # loads engine and environment
-
-        problems += find_test_problems(config)
     return problems
 
 
@@ -77,15 +70,7 @@ class OfflineRun:
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
         check_layers(config)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
-        problems: list[Problem] = []
-        prompts: TestPrompts | None = None
-        if plays_tests(config) and replay is None:
-            from rl2.trainer.played_tests import read_test_prompts  # loads engine and environment
-
-            prompts = read_test_prompts(config, template, problems)
-        examples, tests = read_examples(config, kind, template, problems)
-        if prompts is not None:
-            prompts.limit()
+        examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(examples, folder)
         self.cursor = DataCursor(examples)
         self.source_metrics: dict[str, float] = {}  # of the last batch
@@ -97,9 +82,6 @@ class OfflineRun:
         self.worker = Worker(
             worker_config, device, is_critic, num_updates=num_steps, seed=config.trainer.seed
         )
-        self.played_tests: PlayedTests | None = None
-        if prompts is not None:
-            self.played_tests = prompts.start(self.worker, folder, device)
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.cursor}
         self.recorder = Recorder(
@@ -109,18 +91,15 @@ class OfflineRun:
             parts,
             num_steps=num_steps,
             device=device,
-            evaluate=self.evaluate if self.test_batches or self.played_tests else None,
+            evaluate=self.evaluate if self.test_batches else None,
             replay=replay,
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics of the test sets, and those of the prompts that are played."""
-        metrics = with_names(
+        """Returns the metrics of the test sets."""
+        return with_names(
             {name: self.measure(self, batch) for name, batch in self.test_batches.items()}
         )
-        if self.played_tests is not None:
-            metrics |= self.played_tests.evaluate(step)
-        return metrics
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""
@@ -146,12 +125,6 @@ class OfflineRun:
             metrics["accuracy_stderr"] = error
         return metrics
 
-    def close(self) -> None:
-        """Ends the engine and the environment of an evaluation by generation, if there is one."""
-        if self.played_tests is not None:
-            self.played_tests.close()
-
     def finish(self) -> None:
-        """Ends what `close` ends, and saves the final model."""
-        self.close()
+        """Saves the final model."""
         self.recorder.finish(self.worker)

@@ -53,8 +53,7 @@ def _read_envs(
     problems: list[Problem],
     functions: Functions | None,
 ) -> tuple[dict[str, Env], list[str]]:
-    rollout = config.rollout
-    envs, warnings = read_envs(rollout, rows, problems, functions, rollout.partial)
+    envs, warnings = read_envs(config.rollout, rows, problems, functions)
     problems += _find_hint_problems(config, rows, list(envs.values()))
     return envs, warnings
 

@@ -22,9 +22,10 @@ from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, NamedTensors, TrainerMemory
+from rl2.engine.base import Engine, EngineSettings, NamedTensors, TrainerMemory
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
+from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
 from rl2.model.folder import (
     check_model,
@@ -34,10 +35,12 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.model.lora import LoraSettings
+from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
 from rl2.parallel.worlds import Link, split_world
 from rl2.report.loggers import MetricsLog
+from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.evaluate import Evaluator
@@ -56,11 +59,8 @@ from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
     check_stop_ids,
-    choose_deterministic,
     close_rollout,
-    common_engine_settings,
     end_with_run,
-    make_player,
     make_sampling_params,
 )
 from rl2.trainer.teacher_server import TeacherServer, connect
@@ -476,7 +476,9 @@ def make_collector(
     `actor` is on the GPUs of the engine, if they are not its own.
     """
     config, rollout = setup.config, setup.config.rollout
-    is_deterministic = choose_deterministic(config, setup.device, rollout.partial)
+    is_deterministic = config.trainer.deterministic
+    if is_deterministic is None:
+        is_deterministic = setup.device.type == "cpu" and not rollout.partial
     return Collector(
         _make_player(setup, _make_engine(setup, is_deterministic, actor)),
         cursor=None if prompts is None else DataCursor(prompts),
@@ -516,12 +518,21 @@ def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
 
 
 def _make_player(setup: Setup, engine: Engine) -> Player:
-    config = setup.config
+    config, rollout = setup.config, setup.config.rollout
     limits = [max_positions(config.actor.model_name)]
     for model in _scoring_models(config):  # which take whole trajectories
         limits.append(model.max_length_per_device * model.sp_size)
         limits.append(max_positions(model.model_name or config.actor.model_name))
-    return make_player(config.rollout, engine, setup.envs, setup.template, max_length=min(limits))
+    return player_class(setup.envs, rollout.endpoint_host)(
+        engine=engine,
+        envs=setup.envs,
+        template=setup.template,
+        failures=EnvFailures(rollout.max_env_failures),
+        max_turns=rollout.max_turns,
+        max_length=min(limits),
+        reward_weights=rollout.reward_weights,
+        score=rollout.score,
+    )
 
 
 def _scoring_models(config: PPOConfig) -> list[Any]:
@@ -542,8 +553,15 @@ def _make_engine(setup: Setup, is_deterministic: bool, actor: Worker | None) -> 
     if share == "auto" and setup.link is not None:  # no trainer needs memory beside this engine
         share = SHARE_OF_OWN_GPU
     max_running = rollout.max_running or default_max_running(rollout.engine, setup.device)
-    settings = replace(
-        common_engine_settings(config, setup.device, is_deterministic),
+    settings = EngineSettings(
+        model_name=config.actor.model_name,
+        dtype=compute_dtype(config.actor.dtype, setup.device),
+        head_dtype=getattr(torch, config.actor.head_dtype),
+        device=setup.device,
+        deterministic=is_deterministic,
+        seed=config.trainer.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         adapters=_choose_adapters(config),
         with_experts=config.actor.routing_replay and not config.trainer.eval_only,
         max_running_requests=max_running,

@@ -1,44 +1,32 @@
-"""What plays prompts: environments, engine and player.
-
-PPO trains with them, and SFT and DPO evaluate with them.
-"""
+"""What plays prompts: environments, engine and player."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from rl2 import cleanup
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import PlayConfig, SamplingConfig, source_name
+from rl2.config.schema import PPOConfig, RolloutConfig, SamplingConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.rows import Rows
-from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.engine.base import Engine, SamplingParams
 from rl2.env.call import Env
-from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
-from rl2.parallel.device import compute_dtype
-from rl2.rollout.agent import player_class
 from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
-from rl2.rollout.player import Player
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
 
 
 def read_envs(
-    rollout: PlayConfig,
+    rollout: RolloutConfig,
     rows: dict[str, Rows],
     problems: list[Problem],
     functions: Functions | None = None,
-    is_partial: bool = False,
 ) -> tuple[dict[str, Env], list[str]]:
     """Loads the environments, and tries each on the rows of its source: (they, warnings).
 
     The environment of the source "" is that of all sources. What is wrong with one is added to the
     problems; then it may be missing. `functions` are the environment, in the place of
-    rollout.env_path. `is_partial` is rollout.partial.
+    rollout.env_path.
     """
     limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
     envs: dict[str, Env] = {}
@@ -53,7 +41,7 @@ def read_envs(
         try:
             env = make_env(functions, *limits) if functions else load_env(path, *limits)
             envs[source] = env
-            found = preflight(env, rows_of_source, rollout.max_turns, is_partial)
+            found = preflight(env, rows_of_source, rollout.max_turns, rollout.partial)
             warnings += [f"{key}: {warning}" if source else warning for warning in found]
         except ValueError as error:
             problems.append(Problem(key, path, f"{key}: {error}" if source else str(error)))
@@ -64,7 +52,7 @@ def read_envs(
     return envs, warnings
 
 
-def _find_agent_problems(rollout: PlayConfig, envs: dict[str, Env]) -> list[Problem]:
+def _find_agent_problems(rollout: RolloutConfig, envs: dict[str, Env]) -> list[Problem]:
     """Problems of run() and play(): an endpoint without a key, and agents in some sources only."""
     problems = []
     host = rollout.endpoint_host
@@ -85,7 +73,7 @@ def _find_agent_problems(rollout: PlayConfig, envs: dict[str, Env]) -> list[Prob
     return problems
 
 
-def find_unknown_stop_ids(config: Any, template: ChatTemplate) -> list[Problem]:
+def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Problem]:
     """The problems of tokens that should end a turn and that the tokenizer does not have."""
     problems = []
     last = template.last_token_id
@@ -100,42 +88,16 @@ def find_unknown_stop_ids(config: Any, template: ChatTemplate) -> list[Problem]:
     return problems
 
 
-def check_stop_ids(config: Any) -> None:
+def check_stop_ids(config: PPOConfig) -> None:
     """ValueError for tokens that should end a turn and that the model does not have."""
     for key, ids in _stop_ids(config):
         check_token_ids(key, config.actor.model_name, ids)
 
 
-def _stop_ids(config: Any) -> Iterator[tuple[str, list[int]]]:
+def _stop_ids(config: PPOConfig) -> Iterator[tuple[str, list[int]]]:
     """Yields the keys of the tokens that should end a turn, and these tokens."""
     for section in SAMPLING_SECTIONS.values():
-        if hasattr(config.rollout, section):  # only PPO samples in training
-            ids = getattr(config.rollout, section).stop_token_ids
-            yield f"rollout.{section}.stop_token_ids", ids
-
-
-def choose_deterministic(config: Any, device: torch.device, is_partial: bool = False) -> bool:
-    """trainer.deterministic; where it is not set, true on a CPU unless rollouts are partial."""
-    choice: bool | None = config.trainer.deterministic
-    if choice is None:
-        return device.type == "cpu" and not is_partial
-    return choice
-
-
-def common_engine_settings(
-    config: Any, device: torch.device, is_deterministic: bool
-) -> EngineSettings:
-    """What the engines of all trainers are built from; the other fields have their defaults."""
-    return EngineSettings(
-        model_name=config.actor.model_name,
-        dtype=compute_dtype(config.actor.dtype, device),
-        head_dtype=getattr(torch, config.actor.head_dtype),
-        device=device,
-        deterministic=is_deterministic,
-        seed=config.trainer.seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
+        yield f"rollout.{section}.stop_token_ids", getattr(config.rollout, section).stop_token_ids
 
 
 def end_with_run(engine: Engine) -> Engine:
@@ -151,26 +113,6 @@ def close_rollout(engine: Engine | None, envs: dict[str, Env]) -> None:
         engine.close()
     for env in envs.values():
         env.close()
-
-
-def make_player(
-    rollout: PlayConfig,
-    engine: Engine,
-    envs: dict[str, Env],
-    template: ChatTemplate,
-    max_length: int,
-) -> Player:
-    """What plays trajectories. None of their sequences gets longer than `max_length` tokens."""
-    return player_class(envs, rollout.endpoint_host)(
-        engine=engine,
-        envs=envs,
-        template=template,
-        failures=EnvFailures(rollout.max_env_failures),
-        max_turns=rollout.max_turns,
-        max_length=max_length,
-        reward_weights=rollout.reward_weights,
-        score=rollout.score,
-    )
 
 
 def make_sampling_params(

@@ -12,7 +12,8 @@ import torch
 from figures import record
 from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
 
-from rl2.config import toolkit
+from rl2.config.engines import compiler_problems, cuda_home, installed_version, sglang_problems
+from rl2.engine.sglang import cudart_folder
 
 PACKAGES = (
     "numpy",
@@ -59,11 +60,11 @@ def sglang_facts():
     preload of its memory saver.
     """
     need_sglang()
-    folder = toolkit.cudart_folder()
-    record(cuda_home=str(toolkit.cuda_home()), cudart_folder=str(folder))
-    problems = [*toolkit.version_problems(has_float32_head=False)]
+    folder = cudart_folder()
+    record(cuda_home=str(cuda_home()), cudart_folder=str(folder))
+    problems = [*sglang_problems(installed_version("sglang") or "0", has_float32_head=False)]
     if not DRY:
-        problems += [*toolkit.toolkit_problems(), *_preload_problems(folder)]
+        problems += [*compiler_problems(), *_preload_problems(folder)]
     assert not problems, "; ".join(problems)
 
 

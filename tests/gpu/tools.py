@@ -12,9 +12,13 @@ import torch
 import yaml
 from figures import Skip
 
-from rl2.config.engines import VLLM_PACKAGES, installed_version
+from rl2.config.engines import (
+    FIRST_WITH_FAST_HEAD,
+    VLLM_PACKAGES,
+    installed_version,
+    release_numbers,
+)
 from rl2.config.schema import WorkerConfig
-from rl2.config.toolkit import FIRST_WITH_FAST_HEAD, sglang_version
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -60,7 +64,7 @@ def sglang_args() -> dict:
     releases are asked for the precise head, so that all of them have one tolerance.
     """
     arguments: dict = {"max_total_tokens": 8192} if DRY else {}
-    if sglang_version() < FIRST_WITH_FAST_HEAD:
+    if release_numbers(installed_version("sglang") or "0") < FIRST_WITH_FAST_HEAD:
         arguments["enable_fp32_lm_head"] = True
     for word in os.environ.get("SGLANG_ARGS", "").split():
         key, _, value = word.partition("=")
