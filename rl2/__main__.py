@@ -41,16 +41,10 @@ COMMANDS = {
     "ls": Command("rl2.tools.ls", "lists runs: steps, rewards, results, state, size on disk"),
     "chat": Command("rl2.tools.chat", "talks to the model of a run, or of any model folder"),
     "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
-    "diff": Command(
-        "rl2.tools.diff", "finds where two runs first differ, and lists what else differs"
-    ),
     "compare": Command(
-        "rl2.tools.recipes", "says whether two recipes differ, by test questions and seeds"
+        "rl2.tools.compare", "says whether two recipes differ, by test questions and seeds"
     ),
-    "replay": Command("rl2.tools.replay", "runs a recorded step again and compares", TOOL),
-    "prove": Command(
-        "rl2.tools.prove", "proves layouts, engine and chat template on your model", TOOL
-    ),
+    "replay": Command("rl2.tools.replay", "runs a recorded step again and compares"),
     "plan": Command(
         "rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU", TOOL
     ),

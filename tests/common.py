@@ -51,7 +51,7 @@ from rl2.algorithms.advantages import AdvantageInputs
 from rl2.algorithms.losses import PolicyInputs, PreferenceInputs, UnpairedInputs
 from rl2.batch import Sample
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
-from rl2.tools.compare import TIMED
+from rl2.tools.replay import TIMED
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = (

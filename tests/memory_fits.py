@@ -3,8 +3,7 @@
     python tests/memory_fits.py [MODEL ...]      (such as qwen3-8b; all of them take some minutes)
 
 It writes tests/memory_fits.json, from which `python docs/generate.py` makes the page.
-test_memory_plan.py compares the file with the plan of today. Layers are alike, so bytes are linear
-in their number, and two plans with few of them give the plan of the model.
+test_memory_plan.py compares the file with the plan of today.
 """
 
 import json
@@ -21,7 +20,6 @@ from rl2.tools.plan import Plan, predict
 
 FILE = Path(__file__).with_name("memory_fits.json")
 MODELS = [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]
-FEW_LAYERS = (2, 4)
 LENGTH = 4096  # tokens of the longest row, and of a micro-batch
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -32,20 +30,6 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def make_plan(model: str, method: str) -> Plan:
     """The plan of GRPO on one GPU with the shape of `model`."""
-    num_layers = shapes.SHAPES[model]["num_hidden_layers"]
-    few, more = (asdict(plan_layers(model, method, number)) for number in FEW_LAYERS)
-    steps = (num_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
-
-    def extend(number: Any, other: Any) -> Any:
-        if isinstance(number, dict):
-            return {key: extend(number[key], other[key]) for key in number}
-        return round(number + steps * (other - number))
-
-    return Plan(**extend(few, more))
-
-
-def plan_layers(model: str, method: str, num_layers: int) -> Plan:
-    """The plan of a model with the shape of `model` and this number of layers."""
     config = PPOConfig()
     config.actor.max_length_per_device = LENGTH
     config.data.max_length = LENGTH // 4
@@ -53,7 +37,7 @@ def plan_layers(model: str, method: str, num_layers: int) -> Plan:
     for key, value in METHODS[method].items():
         setattr(config.actor, key, value)
     with tempfile.TemporaryDirectory() as folder:
-        shapes.make_config(model, num_hidden_layers=num_layers).save_pretrained(folder)
+        shapes.make_config(model).save_pretrained(folder)
         config.actor.model_name = folder
         return predict(config, num_gpus=1)
 

@@ -59,6 +59,8 @@ def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
     ("words", "instead"),
     [
         (["rl2", "push", "runs/x"], "hf upload"),
+        (["rl2", "diff", "runs/x", "runs/y"], "rl2 replay"),
+        (["rl2", "prove", "actor.model_name=x"], "docs/proofs.md"),
         (["rl2", "env", "gsm8k", "data.path=x", "--attack"], "weight 0"),
         (["rl2", "chat", "runs/x", "--best"], "RUN/best_model"),
         (["rl2", "chat", "runs/x", "--temperature=1"], "transformers chat"),

@@ -6,9 +6,11 @@ from dataclasses import asdict
 
 import memory_fits
 import pytest
-from common import CONFIGS, launch, make_model, run
+from common import CONFIGS, WINDOWED, launch, make_model, run
+from measured_memory import make_config
 
-from rl2.tools.plan import main
+from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
+from rl2.tools.plan import count_equal_layers, main, plan_layers, predict
 
 SIZES = {
     "hidden_size": 128,
@@ -45,6 +47,32 @@ def compare_bytes(world, file) -> int:
             print(f"{world} {job:32} {phase:8} {predicted:>12,} predicted {measured:>12,} measured")
             assert predicted == pytest.approx(measured, rel=0.1), (job, phase)
     return len(jobs)
+
+
+@pytest.mark.parametrize(
+    "kind, keys",
+    [
+        (PPOConfig, {}),
+        (DPOConfig, {"lora_rank": 4}),
+        (SFTConfig, {"gradient_checkpointing": False, "tp_size": 2}),
+        (SFTConfig, {"offload_model": True, "offload_optimizer": True}),
+    ],
+)
+def test_few_layers_give_the_plan_of_all(tmp_path, kind, keys):
+    model = make_model(tmp_path / "model", "qwen3", **SIZES | {"num_hidden_layers": 9})
+    config = make_config(kind, model, keys)
+    predicted, whole = predict(config, 2), plan_layers(config, 2)
+    # What is gathered and cut for a moment is a large part of so small a model.
+    assert predicted.peaks == pytest.approx(whole.peaks, rel=0.1)
+    assert predicted.loaded == pytest.approx(whole.loaded, rel=0.01)
+    assert predicted.steady == pytest.approx(whole.steady, rel=0.01)
+    assert predicted.engine_weights == pytest.approx(whole.engine_weights, rel=0.01)
+
+
+@pytest.mark.parametrize("family, num_layers", [("qwen3", 2), ("gemma3", 0)])
+def test_layers_that_are_not_alike_are_all_planned(tmp_path, family, num_layers):
+    model = make_model(tmp_path / "model", family, **WINDOWED.get(family, {}))
+    assert count_equal_layers(model) == num_layers
 
 
 def test_the_table_of_the_docs_has_the_plan_of_today():

@@ -1,6 +1,7 @@
 """`python -m rl2 replay`: a recorded step is run again, and each planted change is named."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -142,7 +143,7 @@ def test_saved_tokens_give_the_same_steps_without_an_engine(copied, replayed, tm
     shutil.rmtree(copied / "checkpoints/step_2")
     words = ["--rollouts", "saved", "--out", tmp_path / "out"]
     status, output = replayed(copied, 3, *words)
-    assert status == 0 and "same: steps 2, 3 (" in output and "rollout engine" not in output
+    assert status == 0 and "same: steps 2 to 3 (" in output and "rollout engine" not in output
     assert [line["step"] for line in read_metrics(tmp_path / "out")] == [2, 3]
     assert not (tmp_path / "out/checkpoints").exists() and not (tmp_path / "out/model").exists()
 
@@ -156,7 +157,7 @@ def test_a_killed_run_of_two_processes_replays(data, replayed, tmp_path):
     assert len(json.loads((tmp_path / "run/run.json").read_text())["starts"]) == 2
     shutil.rmtree(tmp_path / "run/checkpoints")
     status, output = replayed(tmp_path / "run", 2)
-    assert status == 0 and "same: steps 1, 2 (" in output, output
+    assert status == 0 and "same: steps 1 to 2 (" in output, output
 
 
 @pytest.fixture
@@ -166,16 +167,21 @@ def copied(runs, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def steps_again(runs, tmp_path_factory):
-    """What a replay of the steps 1 to 3 of `runs`/ppo writes; in the place of its processes."""
-    again = tmp_path_factory.mktemp("again") / "ppo"
-    run = replay.Run(runs / "ppo")
-    rerun = replace(replay.make_rerun(run, 1, "again", again), last_step=3)
-    start = replay.find_launch(run, 1)
-    replay.prepare(again, run)
+def again(runs, tmp_path_factory):
+    """The folder of a replay of the steps 1 to 3 of `runs`/ppo."""
+    folder = tmp_path_factory.mktemp("again") / "ppo"
+    rerun = replace(replay.make_rerun(runs / "ppo", 1, "again", folder), last_step=3)
+    start = replay.find_launch(runs / "ppo", 1)
+    replay.prepare(runs / "ppo", folder)
     forked(replay.make_command(rerun, start), start)
-    date = json.loads((again / "run.json").read_text())["date"]
+    date = json.loads((folder / "run.json").read_text())["date"]
     assert date == "2001-02-03", "a chat template would show another day"
+    return folder
+
+
+@pytest.fixture
+def steps_again(again):
+    """It, in the place of the processes of a replay."""
 
     def run_processes(command, start):
         shutil.copytree(again, json.loads(command[-1])["out"], dirs_exist_ok=True)
@@ -183,45 +189,84 @@ def steps_again(runs, tmp_path_factory):
     return run_processes
 
 
-def test_a_flipped_token_is_named(copied, replayed, steps_again):
-    path = copied / "rollouts/train/step_2.safetensors"
+def flip_token(folder):
+    path = folder / "rollouts/train/step_2.safetensors"
     columns = load_file(path)
-    place = int(np.flatnonzero(columns["mask"])[3])
-    columns["tokens"][place] ^= 1
+    columns["tokens"][np.flatnonzero(columns["mask"])[3]] ^= 1
     save_file(columns, path)
+
+
+def edit_logp(folder):
+    path = folder / "rollouts/train/step_1.safetensors"
+    columns = load_file(path)
+    columns["logps"][-1] += 1e-5
+    save_file(columns, path)
+
+
+def edit_answer(**changes):
+    def edit(folder):
+        path = folder / "rollouts/train/step_3.jsonl"
+        records = read_jsonl(path)
+        records[5] |= changes
+        write_jsonl(path, records)
+
+    return edit
+
+
+def drop_answer(folder):
+    path = folder / "rollouts/train/step_1.jsonl"
+    write_jsonl(path, read_jsonl(path)[:-1])
+
+
+def edit_metrics(number, **changes):
+    def edit(folder):
+        lines = read_metrics(folder)
+        lines[number] |= changes
+        write_jsonl(folder / "metrics.jsonl", lines)
+
+    return edit
+
+
+ANSWER = "step 3, group 1, answer 1 of rollouts/train/step_3.jsonl\n  "
+EDITS = {  # what is planted in a record -> (the edit, how the first difference begins)
+    "token": (
+        flip_token,
+        r"step 2, group 0, answer 0 of .*\n  tokens\.\d+\.id: \d+ '.*' and \d+ '",
+    ),
+    "log-probability": (edit_logp, r"step 1, group 1, answer 3 of .*\n  tokens\.\d+\.logp: "),
+    "row": (edit_answer(row={"answer": "x"}), f"{ANSWER}row.answer: x and abc"),
+    "reward": (edit_answer(reward=7.5, advantage=9.0), f"{ANSWER}reward: 7.5 and "),
+    "failure": (edit_answer(finish_reason="failed"), f"{ANSWER}finish_reason: failed and length"),
+    "filtered": (edit_answer(is_filtered=True), f"{ANSWER}is_filtered: True and None"),
+    "answer": (drop_answer, "step 1, .*jsonl\n  ids of answers: "),
+    "metric": (
+        edit_metrics(2, **{"actor/grad_norm": 0.5}),
+        "step 2, metrics.jsonl\n  actor/grad_norm: 0.5 and ",
+    ),
+    "weights": (
+        edit_metrics(-1, weights={"critic": "0" * 16}),
+        "step 3, metrics.jsonl\n  weights.critic: 0000000000000000 and ",
+    ),
+    "time": (edit_metrics(1, **{"time/step": 77.0, "another": 1.0}), "$"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_planted_difference_is_named(copied, again, name):
+    edit, expected = EDITS[name]
+    edit(copied)
+    found = replay.find_difference(copied, again, [1, 2, 3])
+    assert re.match(expected, found), found
+
+
+def test_a_flipped_token_is_named_with_the_answers_sampled_again_and_with_saved_ones(
+    copied, replayed, steps_again
+):
+    flip_token(copied)
     status, output = replayed(copied, 2, run_processes=steps_again)
-    assert status == 1 and "first difference: step 2, a sampled answer (group 0, answer 0" in output
-    assert f": {columns['tokens'][place]} '" in output
+    assert status == 1 and "first difference: step 2, group 0, answer 0" in output
     status, output = replayed(copied, 2, "--rollouts", "saved")
-    assert status == 1 and "first difference: step 2, the trainer's log-prob" in output, output
-
-
-def test_an_edited_reward_is_named(copied, replayed, steps_again):
-    path = copied / "rollouts/train/step_3.jsonl"
-    records = read_jsonl(path)
-    records[5]["reward"] += 0.25
-    write_jsonl(path, records)
-    status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 1 and "step 3, the reward (group 1, answer 1 of rollouts/train/" in output
-    assert f"\n  reward: {records[5]['reward']} and " in output
-
-
-def test_a_changed_number_of_an_earlier_step_is_found_on_the_way(copied, replayed, steps_again):
-    lines = read_metrics(copied)
-    lines[2]["actor/grad_norm"] *= 1 + 1e-12
-    write_jsonl(copied / "metrics.jsonl", lines)
-    shutil.rmtree(copied / "checkpoints/step_2")
-    status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 1 and "step 2, the update (metrics.jsonl)\n  actor/grad_norm: " in output
-
-
-def test_another_hash_of_the_weights_is_named(copied, replayed, steps_again):
-    lines = read_metrics(copied)
-    lines[-1]["weights"]["critic"] = "0" * 16
-    write_jsonl(copied / "metrics.jsonl", lines)
-    status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 1 and "step 3, the weights after the update (metrics.jsonl)" in output
-    assert "weights.critic: 0000000000000000 and " in output
+    assert status == 1 and "\n  trainer_logps." in output, output
 
 
 def test_changed_versions_processors_and_code_are_named(copied, replayed, steps_again):
@@ -242,7 +287,7 @@ def test_an_edited_environment_is_named(copied, data, replayed):
     path.write_text(text.replace("return sum", "return 1 - sum"))
     status, output = replayed(copied, 2)
     path.write_text(text)
-    assert status == 1 and "first difference: step 2, the reward (group 0, answer 0" in output
+    assert status == 1 and "first difference: step 2, group 0, answer 0" in output
     assert "  contents.rollout.env_path: " in output
 
 
@@ -260,22 +305,21 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     status, output = replayed(tmp_path / "nothing", 1)
     assert status == 2 and "nothing is not the folder of a run" in output
     status, output = replayed(copied, 7)
-    assert status == 2 and "--step 7: " in output and "has recorded steps 1, 2, 3" in output
+    assert status == 2 and "--step 7: " in output and "has recorded steps 1 to 3" in output
     status, output = replayed(runs / "sft", 1, "--rollouts", "saved")
-    assert status == 2 and "has no tokens of step 1" in output
+    assert status == 2 and "has not the tokens of step 1" in output
     status, output = replayed(copied, 1, "--out", copied)
     assert status == 2 and "is not empty: give a new folder" in output
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
     write_jsonl(copied / "metrics.jsonl", read_metrics(copied)[2:])
     status, output = replayed(copied, 2)
     assert status == 2 and "from a checkpoint of another run" in output
-    hosts = {"hosts": ["a", "b"], "world_size": 8}
-    edit_json(copied / "run.json", lambda record: record["starts"][0].update(hosts))
+    edit_json(copied / "run.json", lambda record: record["starts"][0].update(hosts=["a", "b"]))
     status, output = replayed(copied, 3)
-    assert status == 2 and "--nproc_per_node=4" in output and "rl2 diff" in output
+    assert status == 2 and "2 machines" in output
     (copied / "run.json").unlink()
     status, output = replayed(copied, 1)
-    assert status == 2 and "run.json is missing or broken" in output
+    assert status == 2 and "is not the folder of a run" in output
 
 
 def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
@@ -291,7 +335,7 @@ def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
     lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE
     write_jsonl(copied / "metrics.jsonl", lines)
     status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 1 and "step 3, the update" in output
+    assert status == 1 and "step 3, metrics.jsonl" in output
 
 
 @pytest.mark.nightly

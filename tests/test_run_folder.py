@@ -1,6 +1,7 @@
 """Tests of the run folder: what a run resumes from, branches, and what is written."""
 
 import datetime
+import fnmatch
 import json
 import os
 import re
@@ -30,13 +31,14 @@ from transformers import AutoTokenizer
 
 from rl2 import worker
 from rl2.config.arguments import read_arguments
+from rl2.config.key import schema_keys
 from rl2.config.parse import compose
-from rl2.config.schema import PPOConfig, PromptConfig, SFTConfig
+from rl2.config.schema import DPOConfig, PPOConfig, PromptConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
-from rl2.run.changes import find_changes, identify
+from rl2.run.changes import HARMLESS, LENGTH, find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.records import MetricsFile
@@ -963,3 +965,12 @@ def test_a_lost_last_line_comes_from_the_checkpoint(tmp_path, capsys):
     file.replace([{"step": 1}, {"step": 2}])
     file.fill(3, {})  # an older checkpoint has no line
     assert "no line for steps 3\n" in capsys.readouterr().out
+
+
+def test_settings_that_change_no_number_are_keys():
+    names = set()
+    for config in (PPOConfig, SFTConfig, DPOConfig, RMConfig):
+        names |= schema_keys(config).keys()
+    for pattern in HARMLESS:
+        assert fnmatch.filter(names, pattern), f"{pattern} is not a key"
+    assert names.issuperset(LENGTH)

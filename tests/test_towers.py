@@ -33,7 +33,6 @@ from rl2.model.folder import check_model
 from rl2.model.token_model import TokenScores
 from rl2.model.towers import find_towers
 from rl2.parallel.mesh import init_distributed
-from rl2.tools import prove
 from rl2.worker import Worker
 
 TEXT = {
@@ -252,16 +251,6 @@ def test_only_the_text_model_is_stored_in_4_bits(tmp_path, device, monkeypatch):
     weights = dict(worker.iter_full_weights(torch.float32))
     for key, weight in load_plain(name).named_parameters():
         assert torch.equal(weights[key], weight) == (key not in stored), key
-
-
-@pytest.mark.nightly  # its proofs are those of the tests above, of a smaller copy
-def test_prove_finds_nothing(name, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    words = ["rl2 prove", "--processes=1", f"actor.model_name={name}"]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as stop:
-        prove.main()
-    assert stop.value.code == 0, capsys.readouterr().out
 
 
 def test_a_model_whose_text_is_read_by_another_part_is_refused():

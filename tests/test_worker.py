@@ -11,7 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from common import WINDOWED, launch, make_critic, make_model, make_tokenizer, run
+from common import (
+    WINDOWED,
+    launch,
+    make_critic,
+    make_model,
+    make_samples,
+    make_tokenizer,
+    run,
+)
 from engine_contract import play
 from parity import (
     ADAPTED,
@@ -26,13 +34,14 @@ from parity import (
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2 import progress
 from rl2.attention import ring
 from rl2.batch import Sample, collate
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
+from rl2.model.admission import make_plain, plain_columns
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
@@ -591,6 +600,25 @@ def test_a_new_value_head_starts_at_zero(tmp_path, device):
     config = worker_config(make_model(tmp_path / "model"))
     values = Worker(config, device, True, 4).infer(make_batch()).values
     assert values.abs().max() == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "granite"])
+def test_scores_are_those_of_transformers_where_no_weight_is_0(tmp_path, device, family):
+    """Biases too, which a new model has at 0; and a model that divides its logits."""
+    path = make_model(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 98}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    scale = {"logits_scaling": 8.0} if family == "granite" else {}
+    torch.manual_seed(0)
+    plain = make_plain(
+        AutoModelForCausalLM, AutoConfig.for_model(family, **sizes, **heads, **scale)
+    )
+    plain.save_pretrained(path)
+    samples = make_samples(seed=1)
+    worker = Worker(worker_config(path), device, critic=False, num_updates=1)
+    with torch.no_grad():
+        expected = plain_columns(plain, samples)
+    torch.testing.assert_close(worker.infer(collate(samples)).logps, expected, rtol=0, atol=2e-5)
 
 
 def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path, device):

@@ -2,8 +2,7 @@
 
 It rewards replies that no model has written: the gold answer, and replies that should earn less.
 Those to the first row are rewarded one by one in a process of their own, then all of them twice,
-many at once. With actor.model_name a model answers too. The
-keys are those of the PPO trainer.
+many at once. With actor.model_name a model answers too. The keys are those of the PPO trainer.
 """
 
 import asyncio
@@ -34,7 +33,6 @@ from rl2.env.gold import FORMS, gold_answers
 from rl2.env.gold import WRONG as WRONG_ANSWER
 from rl2.env.load import load_env, play_reply
 from rl2.tools.options import env_parser
-from rl2.trainer.ppo_run import EvaluationRun
 
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
@@ -364,6 +362,8 @@ def find_leaks(
 
 def play_model(words: list[str]) -> None:
     """Prints what the answers of the model to the test rows earn, by their length."""
+    from rl2.trainer.ppo_run import EvaluationRun  # takes seconds, and the rest does not need it
+
     with tempfile.TemporaryDirectory() as folder:
         words += ["trainer.eval_only=true", f"trainer.save_dir={folder}/run"]
         config = parse(

@@ -76,8 +76,7 @@ def main() -> None:
         if not folder.is_dir():
             remedy = "give the folder of your runs, rl2 ls FOLDER"
             parser.exit(2, f"rl2 ls: {folder}: there is no such folder; {remedy}\n")
-    unreadable: list[str] = []
-    folders = dict.fromkeys(run for top in arguments.folders for run in find_runs(top, unreadable))
+    folders = dict.fromkeys(run for top in arguments.folders for run in find_runs(top))
     runs = sorted(map(summarise, folders), key=lambda run: (run.written, run.run))
     if arguments.json:
         lines = [json.dumps(asdict(run)) for run in runs]
@@ -90,28 +89,26 @@ def main() -> None:
         ]
     if lines:
         print_answer("\n".join(lines))
-    for problem in unreadable:
-        print(problem, file=sys.stderr)
 
 
-def find_runs(top: Path, unreadable: list[str]) -> Iterator[Path]:
+def find_runs(top: Path) -> Iterator[Path]:
     """Yields the folders of runs at or below `top`, without the branches inside of runs.
 
-    Folders that cannot be read are added to `unreadable`.
+    Folders that cannot be read are named on stderr.
     """
     seen = set()  # a link may lead back to where it is
 
     def note(error: OSError) -> None:
-        unreadable.append(f"{error.filename}: {error.strerror}")
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
 
     for path, folders, files in os.walk(top, onerror=note, followlinks=True):
         real = os.path.realpath(path)
         has_lock = "lock" in folders and any(Path(path, "lock").glob("[0-9]*.json"))
-        if real in seen:
-            folders.clear()
-        elif has_lock or "run.json" in files or "metrics.jsonl" in files:
-            folders.clear()
+        is_run = has_lock or "run.json" in files or "metrics.jsonl" in files
+        if is_run and real not in seen:
             yield Path(path)
+        if is_run or real in seen:
+            folders.clear()
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 

@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 
 
 def env_parser() -> argparse.ArgumentParser:
@@ -50,52 +49,7 @@ def positive_int(text: str) -> int:
     return int(positive(str(int(text))))
 
 
-def prove_parser() -> argparse.ArgumentParser:
-    """The options of `rl2 prove`; the other words are those of ppo."""
-    parser = argparse.ArgumentParser(
-        prog="rl2 prove",
-        usage="%(prog)s [--processes N] key=value ...",
-        description="Compares rl2 with transformers, packs, layouts, engine, template and "
-        "export, on your model. The keys are those of ppo. It needs no GPU, no network and no "
-        "data; rows of data.path are tried where it is given.",
-        allow_abbrev=False,
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "2"))
-    text = "processes of the run; the keys say its layout (default: %(default)s)"
-    parser.add_argument("--processes", type=int, default=world_size, help=text)
-    return parser
-
-
-def replay_parser() -> argparse.ArgumentParser:
-    """The options of `rl2 replay`."""
-    parser = argparse.ArgumentParser(
-        prog="rl2 replay",
-        description="Runs a recorded step again, from the checkpoint before it, and says whether "
-        "rollouts, rewards, advantages, metrics and weights are those that were recorded.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run; it is only read")
-    parser.add_argument("--step", type=int, required=True, help="the step, 1 or more")
-    parser.add_argument(
-        "--rollouts",
-        choices=("again", "saved"),
-        default="again",
-        help="again: the answers are sampled again; saved: those that trainer.save_tokens kept "
-        "are taken (PPO only)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a new folder for the records of the replay; by default they are deleted",
-    )
-    return parser
-
-
-PARSERS = {
-    "env": env_parser,
-    "plan": plan_parser,
-    "prove": prove_parser,
-    "replay": replay_parser,
-}
+PARSERS = {"env": env_parser, "plan": plan_parser}
 
 
 def answer_tool(name: str) -> None:

@@ -2,14 +2,13 @@
 
     [torchrun ...] -m rl2.tools.rerun JSON
 
-JSON has the fields of `Rerun`. The trainer runs as it did and leaves out what changes no weights:
-evaluations, checkpoints, exports, services.
+JSON has the fields of `replay.Rerun`. The trainer runs as it did and leaves out what changes no
+weights: evaluations, checkpoints, exports, services.
 """
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_
 from rl2.data.rows import hash_sources
 from rl2.parallel.worlds import is_sampler
 from rl2.run.changes import DATA
-from rl2.run.checkpoints import step_of
 from rl2.run.signals import guard
+from rl2.tools.replay import Rerun
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.ppo_run import PPORun, SamplerRun, set_up
 from rl2.trainer.recorder import Replay
@@ -34,24 +33,6 @@ TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
     "DPOConfig": (DPOConfig, dpo.make_run, dpo.train),
     "RMConfig": (RMConfig, rm.make_run, rm.train),
 }
-
-
-@dataclass(frozen=True)
-class Rerun:
-    """Which steps to run again, and from what. Paths are texts, so that JSON can hold them."""
-
-    run: str  # folder of the recorded run
-    out: str  # folder of the replay
-    trainer: str  # of TRAINERS
-    config: str  # folder with the config.yaml of the launch that did the steps
-    checkpoint: str | None  # before the first step; None at the beginning of the run
-    last_step: int
-    takes_saved: bool  # the tokens that the run saved; otherwise answers are sampled again
-
-    @property
-    def steps(self) -> range:
-        done = step_of(Path(self.checkpoint)) if self.checkpoint else 0
-        return range(done + 1, self.last_step + 1)
 
 
 def read_config(rerun: Rerun, kind: type) -> Any:
