@@ -52,8 +52,10 @@ from rl2.algorithms.losses import (
     weighted_kl,
 )
 from rl2.batch import collate
+from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig
-from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, check_no_gradient
+from rl2.model.token_model import TokenScores
+from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows
 
 SEEDS = range(6)
 CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
@@ -1399,31 +1401,35 @@ def test_the_mean_ratio_of_a_trajectory_is_over_the_tokens_of_all_its_rows():
     )
 
 
+def keys_of_terms():
+    """("kl.type", "loss") and every number of the actor, with a value that has an effect."""
+    numbers = [name for name, key in schema_keys(PPOConfig).items() if float in key.types]
+    return [("kl.type", "loss"), *((n, 1.5) for n in numbers if n.startswith("actor."))]
+
+
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_built_in_losses_have_no_gradient_without_an_advantage(loss):
-    """Which lets the trainer drop such rows; a term that has one there is refused."""
-    config = PPOConfig()
-    config.actor.loss = loss
-    config.actor.dual_clip = 3.0
-    assert can_drop_rows(config)
-    samples = make_samples(num_groups=2, group_size=3)
-    batch = collate(samples)
-    batch.advantages = batch.mask * torch.tensor([1.0, -1, 0, 0, 0, 0])[:, None]
-    batch.old_logps = batch.engine_logps - 1  # ratios far from 1
-    batch.token_weights = batch.mask.float()
-    plain = partial(actor_loss, config.actor, config.kl)
-    check_no_gradient(plain, batch)
-
-    def with_term(batch, scores):
-        total, metrics = plain(batch, scores)
-        return total - 0.1 * (scores.logps * batch.token_weights).sum(), metrics
-
-    with pytest.raises(RuntimeError, match="can_drop_rows"):
-        check_no_gradient(with_term, batch)
-    batch.advantages = batch.mask.float()
-    check_no_gradient(with_term, batch)  # no row would be dropped
-    config.actor.entropy = 0.01
-    assert not can_drop_rows(config)
+def test_rows_that_may_be_dropped_have_no_gradient(loss):
+    """No loss and no term of `actor_loss` has one, unless can_drop_rows is False for it."""
+    num_dropped = []
+    for name, value in keys_of_terms():
+        config = PPOConfig()
+        config.actor.loss, config.kl.coef = loss, 0.1
+        section, _, field = name.partition(".")
+        setattr(getattr(config, section), field, value)
+        batch = collate(make_samples(num_groups=2, group_size=3))
+        batch.advantages = batch.mask * torch.tensor([1.0, -1, 0, 0, 0, 0])[:, None]
+        batch.old_logps = batch.engine_logps - 0.1
+        batch.ref_logps = batch.engine_logps + 1
+        batch.token_weights = batch.mask.float()
+        logps = (batch.engine_logps - 0.1).requires_grad_()
+        entropy = torch.ones_like(logps).requires_grad_()
+        total, _ = actor_loss(config.actor, config.kl, batch, TokenScores(logps, entropy))
+        gradients = torch.autograd.grad(total, (logps, entropy))
+        assert gradients[0][:2].any()
+        has_gradient = any(gradient[2:].any() for gradient in gradients)
+        assert has_gradient != can_drop_rows(config), name
+        num_dropped.append(not has_gradient)
+    assert num_dropped.count(False) == 2  # the KL term and the entropy bonus
 
 
 def test_the_listed_names_are_those_of_the_tables():

@@ -678,10 +678,10 @@ def test_a_name_of_another_trainer_finds_the_key(name):
 def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_is(base, capsys):
     Path("mine.py").write_text("def f(logps, secret, clip=1):\n    return logps, {}\n")
     text = refused([*base, "actor.loss=mine.py:f"], capsys)
-    assert "actor.loss=mine.py:f: it asks for secret; it may ask for advantages, " in text
+    assert "actor.loss=mine.py:f: it asks for secret; there are advantages, " in text
     assert "log_ratio, logps, mask, old_logps" in text
     text = refused([*base, "adv.estimator=mine.py:f"], capsys)
-    assert "adv.estimator=mine.py:f: it asks for logps, secret; it may ask for gamma" in text
+    assert "mine.py:f: it asks for logps, secret (did you mean old_logps?); there are gamma" in text
 
 
 def test_a_function_may_take_what_it_does_not_name(base):

@@ -1,6 +1,6 @@
 """Losses and estimators that a config key names: what they declare, and names that are refused.
 
-tests/test_key_rules.py has the trial of the user's functions, tests/test_plugins.py runs with them.
+tests/test_key_rules.py has the dry call of the user's functions; tests/test_plugins.py runs them.
 """
 
 import pickle
@@ -26,9 +26,6 @@ def with_default(logps, advantages, power=1, **others):
 
 def one_name(logps):
     return -logps, {}
-
-def annotated(logps: PolicyInputs):
-    return typed(logps)
 
 declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
 declared_by_name = PolicyLoss(by_name, vanishes_without_advantage=True)
@@ -64,7 +61,6 @@ def users_file(tmp_path):
         ("typed", ALL_CLIPS, False),
         ("by_name", (), False),
         ("with_default", (), False),
-        ("annotated", ALL_CLIPS, False),
         ("declared", ("clip",), True),
         ("declared_by_name", (), True),
     ],

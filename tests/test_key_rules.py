@@ -164,7 +164,7 @@ def test_test_answers_are_as_long_as_those_of_training_unless_set(capsys):
 OWN_FUNCTIONS = """
 import numpy, torch
 from rl2.algorithms.advantages import Estimator
-from rl2.algorithms.losses import UnpairedLoss
+from rl2.algorithms.losses import PolicyLoss, UnpairedLoss
 
 def scalar(logps, advantages):
     return -(logps * advantages).mean(), {}
@@ -190,8 +190,11 @@ def nothing(logps, advantages):
     -logps * advantages
 def taken(logps, advantages):
     return -logps * advantages, {"loss": logps}
-async def later(logps, advantages):
-    return -logps * advantages, {}
+def with_bonus(logps, advantages):
+    return -logps * advantages - 0.1 * logps, {}
+not_vanishing = PolicyLoss(with_bonus, vanishes_without_advantage=True)
+def misspelt(logps, advantage):
+    return -logps * advantage, {}
 def leaves(logps, advantages):
     raise SystemExit(0)
 def good(logps, old_logps, advantages, mask):
@@ -233,48 +236,46 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
 @pytest.mark.parametrize(
     ("trainer", "key", "function", "words"),
     [
-        ("ppo", "actor.loss", "scalar", "one number (a tensor) for rows of shape [4, 6]"),
-        ("ppo", "actor.loss", "by_row", "a tensor of shape [4] for rows of shape [4, 6]"),
-        ("ppo", "actor.loss", "alone", "returned a tensor of shape [4, 6]: return (losses, metri"),
-        ("ppo", "actor.loss", "array", "a numpy.ndarray"),
-        ("ppo", "actor.loss", "number_metric", "as metric 'logp' one number"),
-        ("ppo", "actor.loss", "list_of_metrics", "as metrics a list of 1"),
-        ("ppo", "actor.loss", "detached", "without a gradient: they have to depend on logps"),
+        ("ppo", "actor.loss", "scalar", "of shape [] for inputs of shape [4, 6]: return (losses"),
+        ("ppo", "actor.loss", "by_row", "of shape [4] for inputs of shape [4, 6]"),
+        ("ppo", "actor.loss", "alone", "returned a Tensor, no pair: return (losses, metrics)"),
+        ("ppo", "actor.loss", "array", "losses of type ndarray"),
+        ("ppo", "actor.loss", "number_metric", "the metric logp of shape []"),
+        ("ppo", "actor.loss", "list_of_metrics", "metrics of type list"),
+        ("ppo", "actor.loss", "detached", "no gradient: they have to depend on the logps"),
         ("ppo", "actor.loss", "nan", "losses that are not finite"),
-        ("ppo", "actor.loss", "root", "a gradient in logps or log_ratio that is not finite"),
+        ("ppo", "actor.loss", "root", "gradient is not finite"),
+        ("ppo", "actor.loss", "not_vanishing", "do not declare vanishes_without_advantage"),
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
         ("ppo", "actor.loss", "wrong_shape", "(line 25 of own.py)"),
-        ("ppo", "actor.loss", "nothing", "returned None"),
-        ("ppo", "actor.loss", "taken", "a metric 'loss'"),
-        ("ppo", "actor.loss", "later", "is async: write it as a plain function"),
-        ("ppo", "actor.loss", "leaves", "fails on made-up rows: SystemExit: 0"),
+        ("ppo", "actor.loss", "nothing", "returned a NoneType"),
+        ("ppo", "actor.loss", "taken", "another name for the metric 'loss'"),
+        ("ppo", "actor.loss", "leaves", "fails: SystemExit: 0"),
+        ("ppo", "actor.loss", "misspelt", "asks for advantage (did you mean advantages?); there"),
         ("ppo", "actor.loss", "good", ""),
-        ("ppo", "adv.estimator", "by_trajectory", "as advantages a tensor of shape [4]"),
-        ("ppo", "adv.estimator", "as_array", "as advantages a numpy.ndarray"),
-        ("ppo", "adv.estimator", "divided", "a division by a standard deviation?"),
+        ("ppo", "adv.estimator", "by_trajectory", "advantages of shape [4]"),
+        ("ppo", "adv.estimator", "as_array", "advantages of type ndarray"),
+        ("ppo", "adv.estimator", "divided", "advantages that are not finite"),
         ("ppo", "adv.estimator", "no_returns", "return (advantages, returns)"),
         ("ppo", "adv.estimator", "good_estimator", ""),
         ("ppo", "adv.estimator", "good_critic", ""),
-        (
-            "ppo",
-            "adv.estimator",
-            "typed_critic",
-            "old_logps, teacher_logps, values are None unle",
-        ),
+        ("ppo", "adv.estimator", "typed_critic", "declares Estimator(function, needs=...)"),
         ("ppo", "adv.estimator", "declared_critic", ""),
-        ("ppo", "adv.estimator", "wrong_need", "declares needs=value; there are group, old_logps"),
-        ("ppo", "adv.estimator", "wrong_setting", "declares settings=clip; there are gamma, lam"),
-        ("dpo", "dpo.loss", "summed", "one number (a tensor) for 3 pairs"),
+        ("ppo", "adv.estimator", "wrong_need", "needs value (did you mean values?); there are gr"),
+        ("ppo", "adv.estimator", "wrong_setting", "the settings clip; there are gamma, lamda, no"),
+        ("dpo", "dpo.loss", "summed", "losses of shape [] for inputs of shape [3]"),
         ("dpo", "dpo.loss", "good_pairs", ""),
         ("dpo", "dpo.loss", "good_replies", ""),
-        ("dpo", "dpo.loss", "one_loss", "one number (a tensor) for 3 replies"),
-        ("dpo", "dpo.loss", "no_point", "UnpairedLoss(function, needs=...) that asks for them"),
-        ("dpo", "dpo.loss", "labelled", "it asks for gain, label; it may ask for beta"),
-        ("dpo", "dpo.loss", "typed_critic", "fails on made-up rows"),
+        ("dpo", "dpo.loss", "one_loss", "losses of shape [] for inputs of shape [3]"),
+        ("dpo", "dpo.loss", "no_point", "declares UnpairedLoss(function, needs=...)"),
+        ("dpo", "dpo.loss", "labelled", "it asks for gain, label (did you mean margin?)"),
+        ("dpo", "dpo.loss", "typed_critic", "fails: AttributeError"),
         ("ppo", "actor.loss", "good_replies", "declared as UnpairedLoss; this key takes PolicyL"),
     ],
 )
-def test_a_function_of_the_users_file_is_tried_at_the_start(capsys, trainer, key, function, words):
+def test_a_function_of_the_users_file_is_called_once_at_the_start(
+    capsys, trainer, key, function, words
+):
     Path("own.py").write_text(OWN_FUNCTIONS)
     arguments = [*BASE[trainer], f"{key}=own.py:{function}"]
     if not words:

@@ -1,18 +1,16 @@
 """Finds the loss or the estimator that a config key such as `actor.loss` names.
 
-It is a name of a table, or `path/to/file.py:function` of the user's. The latter may be
-
-- a declaration: `Estimator(function, needs=("rewards", "values"))`;
-- a function of one argument, the inputs: `def loss(x: PolicyInputs)`. It is taken with the defaults
-  of the declaration;
-- a function of several arguments: `def loss(log_ratio, advantages, clip)`. It gets the inputs that
-  its parameters name, and these names are its declaration.
+It is a name of a table, or `path/to/file.py:function` of the user's: a function, or a declaration
+such as `Estimator(function, needs=("rewards", "values"))`. A function with one parameter that is no
+input gets all inputs, `def loss(x)`. Any other one gets those that its parameters name,
+`def loss(log_ratio, advantages, clip)`, and these names declare its settings and needs.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, get_args
@@ -23,6 +21,13 @@ from rl2.algorithms.advantages import (
     AdvantageSetting,
     Estimator,
     Need,
+)
+from rl2.algorithms.dry_call import (
+    WrongResult,
+    call_estimator,
+    call_policy_loss,
+    call_preference_loss,
+    call_unpaired_loss,
 )
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
@@ -40,31 +45,13 @@ from rl2.algorithms.losses import (
     UnpairedNeed,
     UnpairedSetting,
 )
-from rl2.algorithms.named_arguments import (
-    NamedArguments,
-    input_names,
-    parameter_names,
-    takes_whole_inputs,
-)
-from rl2.algorithms.trial import (
-    try_estimator,
-    try_policy_loss,
-    try_preference_loss,
-    try_unpaired_loss,
-)
 from rl2.user_files import describe_failure, import_file
 
 Declaration = PolicyLoss | Estimator | PreferenceLoss | UnpairedLoss
 Declared = TypeVar("Declared", bound=Declaration)
 DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss, UnpairedLoss)
-# What a parameter of this name needs, where it is not an input of the same name.
-IMPLIED_NEEDS = {
-    "margin": "ref_logps",
-    "mean_margin": "ref_logps",
-    "chosen_gain": "ref_logps",
-    "rejected_gain": "ref_logps",
-    "gain": "ref_logps",
-}
+# Inputs that need the reference, by other names than that of the need.
+OF_REFERENCE = {"margin", "mean_margin", "chosen_gain", "rejected_gain", "gain"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,47 @@ class Kind:
     inputs: type[Any]
     settings: tuple[str, ...]  # that a declaration may list
     needs: tuple[str, ...]  # that a declaration may list
-    trial: Callable[[Any], Iterator[str]]
+    call: Callable[[Any], None]  # the dry call
+
+    @property
+    def input_names(self) -> set[str]:
+        """The names of the inputs, also of those that are computed when they are read."""
+        entries = vars(self.inputs).items()
+        computed = {name for name, value in entries if isinstance(value, cached_property)}
+        return computed | {field.name for field in fields(self.inputs)}
+
+    def declare(self, declared: Declared) -> Declared:
+        """The declaration, by the names of the function's parameters if it asks for inputs by name.
+
+        ValueError for a name that does not exist.
+        """
+        parameters = inspect.signature(declared.compute).parameters.values()
+        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = [p.name for p in parameters if p.kind not in optional and p.default is p.empty]
+        if len(required) != 1 or required[0] in self.input_names:
+            _check_names("it asks for", required, self.input_names)
+            names = [p.name for p in parameters if p.name in self.input_names]
+            needed = {"ref_logps" if name in OF_REFERENCE else name for name in names}
+            by_name: dict[str, Any] = {
+                "compute": ByName(declared.compute, names),
+                "settings": tuple(name for name in names if name in self.settings),
+                "needs": tuple(need for need in self.needs if need in needed),
+            }
+            return replace(declared, **by_name)
+        _check_names("it declares the settings", declared.settings, self.settings)
+        _check_names("it declares the needs", declared.needs, self.needs)
+        return declared
+
+
+@dataclass(frozen=True)
+class ByName:
+    """A function of some of the inputs as a function of all of them."""
+
+    function: Callable[..., Any]
+    names: list[str]
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.function(**{name: getattr(inputs, name) for name in self.names})
 
 
 @dataclass(frozen=True)
@@ -106,15 +133,26 @@ class Choices(Generic[Declared]):
         return () if declared is None else declared.settings
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yields what is wrong with `name` and, if it is the user's, with the function."""
+        """Yields what is wrong with `name` and, if it is the user's, with a call of it."""
         try:
             declared = self._find(name)
         except ValueError as error:
             yield str(error)
             return
-        if name not in self.built_in:
-            wrong = list(self._wrong_names(declared))
-            yield from wrong or self._failures(declared, absolute_path(name.rpartition(":")[0]))
+        if name in self.built_in:
+            return
+        try:
+            self._kind_of(declared).call(declared)
+        except WrongResult as error:
+            yield str(error)
+        except (Exception, SystemExit) as error:
+            reason = describe_failure(error, _file_of(name))
+            if "NoneType" in reason:
+                reason += (
+                    "; an input that takes work is None unless the function asks for it by name, "
+                    f"or the file declares {type(declared).__name__}(function, needs=...)"
+                )
+            yield f"a call with small inputs fails: {reason}"
 
     def _find(self, name: str) -> Declared:
         if name in self.built_in:
@@ -125,10 +163,9 @@ class Choices(Generic[Declared]):
         if Path(path).suffix != ".py":
             choices = ", ".join(self.built_in)
             raise ValueError(f"choose {choices}, or your own as path/to/file.py:function")
-        file = absolute_path(path)
-        if not file.is_file():
+        if not _file_of(name).is_file():
             raise ValueError(f"no such file {path}")
-        module = _import_once(file)
+        module = _import_once(_file_of(name))
         entry: Any = getattr(module, attribute, None)
         declared: Any = entry
         if not isinstance(entry, DECLARATIONS):
@@ -140,70 +177,32 @@ class Choices(Generic[Declared]):
         if not callable(declared.compute):
             own = ", ".join(_functions(module)) or "none"
             raise ValueError(f"{path} has no function {attribute}; it has {own}")
-        kind = self._kind_of(declared)
-        named: Declared = declare_by_names(declared, kind.inputs, kind.settings, kind.needs)
+        named: Declared = self._kind_of(declared).declare(declared)
         return named
 
     def _kind_of(self, declared: Declared) -> Kind:
         return next(kind for kind in self.kinds if isinstance(declared, kind.declaration))
 
-    def _wrong_names(self, declared: Declared) -> Iterator[str]:
-        """Yields the names of inputs, settings and needs that do not exist."""
-        kind = self._kind_of(declared)
-        if isinstance(declared.compute, NamedArguments):
-            wrong = declared.compute.required - input_names(kind.inputs)
-            if wrong:
-                asked, choices = _in_words(wrong), _in_words(input_names(kind.inputs))
-                yield f"it asks for {asked}; it may ask for {choices}"
-        lists: dict[str, tuple[Iterable[str], tuple[str, ...]]] = {
-            "settings": (declared.settings, kind.settings),
-            "needs": (declared.needs, kind.needs),
-        }
-        for field, (names, known) in lists.items():
-            unknown = set(names) - set(known)
-            if unknown:
-                yield f"it declares {field}={_in_words(unknown)}; there are {_in_words(known)}"
-
-    def _failures(self, declared: Declared, file: Path) -> Iterator[str]:
-        """Yields what a call of the user's function on made-up rows shows."""
-        if inspect.iscoroutinefunction(inspect.unwrap(declared.compute)):
-            yield "it is async: write it as a plain function"
-            return
-        kind = self._kind_of(declared)
-        try:
-            for problem in kind.trial(declared):
-                yield f"it {problem}"
-        except (Exception, SystemExit) as error:
-            reason = describe_failure(error, file)
-            if "NoneType" in reason:
-                inputs = [x.name for x in fields(kind.inputs) if x.default is None]
-                optional = _in_words(set(inputs) - set(kind.settings))
-                reason += (
-                    f"; {optional} are None unless the file has a declaration "
-                    f"{kind.declaration.__name__}(function, needs=...) that asks for them"
-                )
-            yield f"it fails on made-up rows: {reason}"
-
 
 POLICY_LOSS = Kind(
-    PolicyLoss, PolicyInputs, get_args(PolicySetting), get_args(PolicyNeed), try_policy_loss
+    PolicyLoss, PolicyInputs, get_args(PolicySetting), get_args(PolicyNeed), call_policy_loss
 )
 ESTIMATOR = Kind(
-    Estimator, AdvantageInputs, get_args(AdvantageSetting), get_args(Need), try_estimator
+    Estimator, AdvantageInputs, get_args(AdvantageSetting), get_args(Need), call_estimator
 )
 PREFERENCE_LOSS = Kind(
     PreferenceLoss,
     PreferenceInputs,
     get_args(PreferenceSetting),
     get_args(PreferenceNeed),
-    try_preference_loss,
+    call_preference_loss,
 )
 UNPAIRED_LOSS = Kind(
     UnpairedLoss,
     UnpairedInputs,
     get_args(UnpairedSetting),
     get_args(UnpairedNeed),
-    try_unpaired_loss,
+    call_unpaired_loss,
 )
 POLICY_LOSS_CHOICES = Choices("actor.loss", POLICY_LOSSES, (POLICY_LOSS,))
 ESTIMATOR_CHOICES = Choices("adv.estimator", ADVANTAGE_ESTIMATORS, (ESTIMATOR,))
@@ -214,43 +213,10 @@ CHOICES: dict[str, Choices[Any]] = {  # by the config key
 }
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """Returns what `actor.loss` names. ValueError if there is none, or its file fails."""
-    return POLICY_LOSS_CHOICES.find(name)
-
-
-def find_estimator(name: str) -> Estimator:
-    """Returns what `adv.estimator` names. ValueError if there is none, or its file fails."""
-    return ESTIMATOR_CHOICES.find(name)
-
-
-def find_preference_loss(name: str) -> PreferenceLoss | UnpairedLoss:
-    """Returns what `dpo.loss` names. ValueError if there is none, or its file fails."""
-    return PREFERENCE_LOSS_CHOICES.find(name)
-
-
-def declare_by_names(
-    declared: Declared, inputs: type[Any], settings: tuple[str, ...], needs: tuple[str, ...]
-) -> Declared:
-    """Lets the parameters of a function declare its settings and needs, if it has several.
-
-    Functions of one argument are returned as they are declared.
-    """
-    function = declared.compute
-    if takes_whole_inputs(function, inputs):
-        return declared
-    names = parameter_names(function)
-    needed = {IMPLIED_NEEDS.get(name, name) for name in names}
-    by_name: dict[str, Any] = {
-        "compute": NamedArguments(function, inputs),
-        "settings": tuple(name for name in names if name in settings),
-        "needs": tuple(need for need in needs if need in needed),
-    }
-    return replace(declared, **by_name)
-
-
-def absolute_path(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+# What a key names. ValueError if there is none, or its file fails.
+find_policy_loss = POLICY_LOSS_CHOICES.find
+find_estimator = ESTIMATOR_CHOICES.find
+find_preference_loss = PREFERENCE_LOSS_CHOICES.find
 
 
 def forget_files() -> None:
@@ -263,6 +229,10 @@ def _import_once(file: Path) -> ModuleType:
     return import_file(file)
 
 
+def _file_of(name: str) -> Path:
+    return Path(name.rpartition(":")[0]).expanduser().resolve()
+
+
 def _functions(module: ModuleType) -> Iterator[str]:
     """Yields the names of the functions and declarations that a file itself defines."""
     for name, entry in vars(module).items():
@@ -271,5 +241,11 @@ def _functions(module: ModuleType) -> Iterator[str]:
             yield name
 
 
-def _in_words(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+def _check_names(words: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """ValueError for names that are not known, with those that look like them."""
+    unknown = sorted(set(names) - set(known))
+    if not unknown:
+        return
+    near = [other for name in unknown for other in difflib.get_close_matches(name, known, n=1)]
+    meant = f" (did you mean {', '.join(near)}?)" if near else ""
+    raise ValueError(f"{words} {', '.join(unknown)}{meant}; there are {', '.join(sorted(known))}")
