@@ -37,6 +37,7 @@ from rl2.config.problem import (
 )
 from rl2.config.rules import validate
 from rl2.config.values import unflatten
+from rl2.parallel.rank import is_first_rank
 
 FindProblems = Callable[[Any], list[Problem]]
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
@@ -71,6 +72,9 @@ def parse(
     """
     answer_early(root, argv)
     arguments = read_arguments(root, argv)
+    if arguments.options:
+        given = " ".join(arguments.options)
+        arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
     draft = compose(root, arguments)
     problems, warnings = check(draft, find_problems, elsewhere, optional)
     if problems:
@@ -91,6 +95,8 @@ def answer_by_hydra(root: type, argv: list[str], run: Callable[[Any], None]) -> 
         return
     if arguments.problems:
         refuse(arguments.problems)
+    if "--multirun" not in arguments.options and not is_first_rank():
+        sys.exit()
 
     @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
     def job(tree: DictConfig) -> None:

@@ -13,7 +13,7 @@ wanted="$(cat tests/browser/run.sh constraints.txt | cksum)"
 if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
     [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
     # Playwright's own browsers are not downloaded. The report needs the rest; torch is not among it.
-    "$env/bin/python" -m pip install -qq -c constraints.txt playwright==1.65.2 pytest hydra-core numpy pyyaml safetensors transformers
+    "$env/bin/python" -m pip install -qq -c constraints.txt playwright==1.65.2 pytest numpy pyyaml safetensors transformers
     echo "$wanted" >"$env/installed"
 fi
 CHROMIUM="$(find_browser)" PYTHONPATH=. "$env/bin/python" -m pytest -x -q --durations=5 tests/browser "$@"
