@@ -40,6 +40,16 @@ from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
 
 FindProblems = Callable[[Any], list[Problem]]
+# A part of OmegaConf's words -> what the key takes.
+EXPECTED = {
+    "converted to Float": "expected a number",
+    "converted to Integer": "expected a whole number",
+    "valid bool": "expected true or false",
+    "Union[bool, int]": "expected true, false or a whole number",
+    "ListConfig": "expected a list, as '{key}=[a,b]'",
+    "to Dict": "expected a map, as {key}.NAME=VALUE",
+    "is not Optional": "it takes no null",
+}
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
 # A run has one folder, that of rl2; and its own output.
 QUIET = [
@@ -182,7 +192,9 @@ def explain(error: Exception, arguments: Arguments) -> Problem:
     lines = [line for line in text.splitlines() if not line.startswith("In '")]
     if key is None:
         return general_problem(" ".join(text.split()))
-    name, reason = key[1], lines[0].strip()
+    name = key[1]
+    reasons = [words.format(key=name) for part, words in EXPECTED.items() if part in lines[0]]
+    reason = (reasons or [lines[0].strip()])[0]
     word = re.search(r"merging override \+*(.*)", str(error))
     value = arguments.keys.get(name, MISSING)
     given = word[1] if word else name if value == MISSING else f"{name}={value}"
