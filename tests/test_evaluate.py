@@ -16,7 +16,7 @@ from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.config.parse import parse
-from rl2.config.schema import PPOConfig, SFTConfig
+from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
 from rl2.data.rows import load_rows
@@ -278,8 +278,6 @@ def test_keys_of_an_evaluation(setup, capsys):
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*setup, EVALUATION[0], "data.test_ratio=1"])
     assert "data.test_ratio=1.0: it must be below 1" in capsys.readouterr().err
-    parse(SFTConfig, ["actor.model_name=model", "data.path=a.jsonl", "data.test_limit=3"])
-    assert "data.test_limit=3 has no effect without data.test_path" in capsys.readouterr().err
 
 
 def test_a_run_that_only_evaluates(setup, tmp_path):

@@ -149,7 +149,8 @@ def test_the_line_of_a_step(capsys, case):
     config = make_config(PPOConfig if is_ppo else SFTConfig)
     if "estimator" in case:
         config.adv.estimator = case["estimator"]
-    config.rollout.score = case.get("score")
+    if is_ppo:
+        config.rollout.score = case.get("score")
     times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
     metrics = (STEP if is_ppo else times) | case.get("metrics", {})
     [line] = console_lines(capsys, [metrics], config)

@@ -29,6 +29,14 @@ def device():
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def without_group():
+    """A refused start leaves its process group, which ends with its process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def read_files(name):
     return load_file(f"{name}/model.safetensors")
 

@@ -14,6 +14,7 @@ from rl2.batch import Batch
 from rl2.config.schema import SFTConfig
 from rl2.model.token_model import TokenScores
 from rl2.trainer import sft
+from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
 
@@ -46,7 +47,7 @@ def start(config: SFTConfig) -> None:
 
 
 def main() -> None:
-    launch(SFTConfig, start)
+    launch(Trainer(SFTConfig, start))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import math
 import selectors
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +38,7 @@ class EnvLoop:
 
     def __init__(self) -> None:
         self._is_closing = False
+        self.block = -math.inf, ""  # when a block was last found, and what blocked
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self.loop.set_default_executor(_DaemonExecutor())
@@ -100,17 +103,21 @@ class LoopRunner:
         if self._loop is None:
             self._loop = EnvLoop()
         loop = self._loop
+        began = time.monotonic()
         coroutine = _call(name, function, arguments)
         result = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
         try:
             value = await wait_for_result(name, result, self._timeout)
         except LateError as error:
             work = loop.describe_work()
-            if not work or await loop.responds():
+            if work and not await loop.responds():
+                loop.block = time.monotonic(), work
+                task = asyncio.current_task(loop.loop)
+                if task is not None and task.get_coro() is coroutine:
+                    loop.thread.end()  # the call itself blocks the loop
+            found_at, work = loop.block
+            if found_at < began:  # it has ended before this call began
                 raise
-            task = asyncio.current_task(loop.loop)
-            if task is not None and task.get_coro() is coroutine:
-                loop.thread.end()  # the call itself blocks the loop
             raise LateError(
                 f"{error}: the event loop that all async functions of the env share was blocked; "
                 f"{ADVICE}. It was blocked by {work}",

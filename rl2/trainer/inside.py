@@ -46,7 +46,8 @@ class Trainer:
 
     config_class: type
     start: Callable[..., None]  # trains with a config
-    find_problems: Callable[..., list[Problem]]  # tries what a config names, see `parse`
+    # Tries what a config names, see `parse`; None for nothing
+    find_problems: Callable[..., list[Problem]] | None = None
 
 
 def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
