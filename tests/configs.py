@@ -1,6 +1,9 @@
 """Helpers of the tests of the config: commands that pass, and the problems of a command."""
 
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from rl2.config.arguments import read_arguments
 from rl2.config.parse import check, compose
@@ -41,6 +44,14 @@ def write_files(folder: Path) -> None:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+
+
+def resolved(config: Any) -> Any:
+    """A config that was made in Python, with what follows other keys. Its paths name nothing."""
+    config.data.path = "rows.jsonl"
+    if isinstance(config, PPOConfig):
+        config.rollout.env_path = "env.py"
+    return OmegaConf.to_object(OmegaConf.structured(config))
 
 
 def find_problems(trainer: str, words: list[str]) -> tuple[list[Problem], list[Problem]]:

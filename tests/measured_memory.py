@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from configs import resolved
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -77,10 +77,7 @@ def make_config(kind: type, model: str, keys: dict):
         section.max_length_per_device = LENGTH
         for key, value in keys.items():
             setattr(section, key, value)
-    config.data.path = "rows.jsonl"
-    if kind is PPOConfig:
-        config.rollout.env_path = "env.py"
-    return OmegaConf.to_object(OmegaConf.structured(config))  # with what follows other keys
+    return resolved(config)
 
 
 def bytes_of(plan: Plan) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The memory plan counts what fake CUDA tensors count: the same code runs on two kinds of fakes."""
 
 import pytest
+from configs import resolved
 from fake_cuda import fake_cuda
 from shapes import make_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -33,6 +34,7 @@ def test_the_plan_and_fake_gpus_agree(tmp_path, monkeypatch, job):
         section.max_length_per_device = 2048
         section.dither_weights = False  # as in every plan
         vars(section).update(keys)
+    config = resolved(config)
     full_batch = plan.full_batch
 
     def full_batch_on_host(*arguments, **keywords):
