@@ -93,4 +93,4 @@ def test_what_is_written_beside_a_preset_wins(in_folder, words, problems):
 
 def test_a_preset_is_for_ppo_alone():
     draft = compose(DPOConfig, read_arguments(DPOConfig, [*BASE["dpo"], "algo=grpo"]))
-    assert [problem.key for problem in draft.problems] == ["algo"]
+    assert [problem.key for problem in draft.arguments.problems] == ["algo"]

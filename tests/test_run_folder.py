@@ -531,7 +531,7 @@ def test_the_config_of_an_older_run_is_read_without_sections_that_had_no_effect(
     for old in (text, text.replace("env_path: null", "env_path: env.py")):
         Path("old.yaml").write_text(old)
         draft = compose(SFTConfig, read_arguments(SFTConfig, ["--config-name", "old.yaml"]))
-        keys.append([problem.key for problem in draft.problems])
+        keys.append([problem.key for problem in draft.arguments.problems])
     assert keys[0] == [] and len(keys[1]) == 1
 
 

@@ -9,9 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -80,12 +81,37 @@ def parse(
     another one. They may be missing and are not checked, and there are no warnings. `optional` are
     keys that may be missing.
     """
-    answer_early(root, argv)
-    arguments = read_arguments(root, argv)
+    arguments = read_command(root, argv)
     if arguments.options:
         given = " ".join(arguments.options)
         arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
-    draft = compose(root, arguments)
+    return configure(root, arguments, find_problems, elsewhere, optional)
+
+
+def read_command(root: type, argv: list[str]) -> Arguments:
+    """Reads the arguments of a command. `--help` prints and exits."""
+    answer_early(root, argv)
+    return read_arguments(root, argv)
+
+
+def configure(
+    root: type,
+    arguments: Arguments,
+    find_problems: FindProblems | None = None,
+    elsewhere: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> Any:
+    """Returns the config of arguments that have been read; `parse` explains the others."""
+    return accept(compose(root, arguments), find_problems, elsewhere, optional)
+
+
+def accept(
+    draft: "Draft",
+    find_problems: FindProblems | None = None,
+    elsewhere: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> Any:
+    """Returns the config of a draft. Exits if it has problems; prints its warnings."""
     problems, warnings = check(draft, find_problems, elsewhere, optional)
     if problems:
         refuse(problems)
@@ -94,15 +120,11 @@ def parse(
     return draft.config
 
 
-def answer_by_hydra(root: type, argv: list[str], run: Callable[[Any], None]) -> None:
-    """Lets Hydra answer --cfg, --info and --multirun, and ends the program then.
+def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None]) -> NoReturn:
+    """Lets Hydra answer the options --cfg, --info and --multirun, and ends the program.
 
     `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER.
     """
-    answer_early(root, argv)
-    arguments = read_arguments(root, argv)
-    if not arguments.options:
-        return
     if arguments.problems:
         refuse(arguments.problems)
     if "--multirun" not in arguments.options and not is_first_rank():
@@ -110,14 +132,9 @@ def answer_by_hydra(root: type, argv: list[str], run: Callable[[Any], None]) -> 
 
     @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
     def job(tree: DictConfig) -> None:
-        draft = finish(root, tree, arguments)
-        problems, warnings = check(draft)
-        if problems:
-            refuse(problems)
-        warn(warnings)
-        folder = HydraConfig.get().runtime.output_dir
-        draft.config.trainer.save_dir = folder
-        run(draft.config)
+        config = accept(finish(root, tree, arguments))
+        config.trainer.save_dir = HydraConfig.get().runtime.output_dir
+        run(config)
 
     store_config(root, arguments)
     folder = ["--config-dir", arguments.folder] if arguments.folder else []
@@ -130,11 +147,10 @@ def answer_by_hydra(root: type, argv: list[str], run: Callable[[Any], None]) -> 
 class Draft:
     """A config before its checks."""
 
-    config: Any  # None if Hydra cannot compose it
-    set_keys: set[str]  # those that the arguments set
-    problems: list[Problem]  # of the arguments
-    missing: list[Problem]  # of the keys without a value; in `config` they are empty texts
-    warnings: list[Problem]
+    arguments: Arguments
+    config: Any = None  # None if Hydra cannot compose it
+    # Of the keys without a value; in `config` they are empty texts.
+    missing: list[Problem] = field(default_factory=list)
 
 
 def make_config(root: type, arguments: Arguments, find_problems: FindProblems | None = None) -> Any:
@@ -171,18 +187,21 @@ def compose(root: type, arguments: Arguments) -> Draft:
     while True:
         store_config(root, arguments)
         GlobalHydra.instance().clear()
-        place: Any = hydra.initialize(None, version_base="1.3")
-        if arguments.folder:
-            GlobalHydra.instance().clear()
-            place = hydra.initialize_config_dir(os.path.abspath(arguments.folder), "rl2", "1.3")
         try:
-            with place:
+            with search_in(arguments.folder):
                 return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
         except (HydraException, OmegaConfBaseException, OSError) as error:
             problem = explain(error, arguments)
             arguments.problems.append(problem)
             if not leave_out(problem.key, arguments):
-                return Draft(None, set(), arguments.problems, [], arguments.warnings)
+                return Draft(arguments)
+
+
+def search_in(folder: str) -> AbstractContextManager[None]:
+    """The context in which Hydra finds what is stored, and the files of a folder, "" for none."""
+    if folder:
+        return hydra.initialize_config_dir(os.path.abspath(folder), version_base="1.3")
+    return hydra.initialize(None, version_base="1.3")
 
 
 def explain(error: Exception, arguments: Arguments) -> Problem:
@@ -234,7 +253,7 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
     if config.trainer.eval_only and not config.data.test_ratio:
         missing = [problem for problem in missing if problem.key != "data.path"]
     derive_keys(config, arguments.set_keys)
-    return Draft(config, arguments.set_keys, arguments.problems, missing, arguments.warnings)
+    return Draft(arguments, config, missing)
 
 
 def check(
@@ -244,13 +263,13 @@ def check(
     optional: Collection[str] = (),
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems, warnings) of a draft; `parse` explains the other arguments."""
-    problems = [*draft.problems]
+    problems = [*draft.arguments.problems]
     if draft.config is None:  # there is no more to check
         return problems, []
     missing = [problem for problem in draft.missing if problem.key not in optional]
-    found, warnings = validate(draft.config, draft.set_keys)
+    found, warnings = validate(draft.config, draft.arguments.set_keys)
     add_new_problems(problems, [p for p in missing if not is_about(p, elsewhere)])
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
     if problems and find_problems is not None:
         add_new_problems(problems, find_problems(draft.config))
-    return problems, [*draft.warnings, *warnings]
+    return problems, [*draft.arguments.warnings, *warnings]

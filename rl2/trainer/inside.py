@@ -108,7 +108,7 @@ def _make_config(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Calla
         find_problems = partial(find_problems, functions=functions)
     draft = compose(root, take_keys(root, inputs.values, Arguments()))
     if draft.config is None:
-        raise ConfigError(draft.problems)
+        raise ConfigError(draft.arguments.problems)
     folder = Path(draft.config.trainer.save_dir)
     written = inputs.write(folder)
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from rl2.config.parse import answer_by_hydra, parse
+from rl2.config.parse import configure, let_hydra_answer, read_command
 from rl2.error_report import Diverged
 from rl2.run.signals import guard
 from rl2.trainer.inside import Trainer, train_job
@@ -23,9 +23,11 @@ class Run(Protocol):
 
 def launch(trainer: Trainer) -> None:
     """The main of a trainer: trains as the arguments of the process say."""
-    argv = sys.argv[1:]
-    answer_by_hydra(trainer.config_class, argv, partial(train_job, trainer))
-    config: Any = parse(trainer.config_class, argv, trainer.find_problems)
+    root = trainer.config_class
+    arguments = read_command(root, sys.argv[1:])
+    if arguments.options:
+        let_hydra_answer(root, arguments, partial(train_job, trainer))
+    config: Any = configure(root, arguments, trainer.find_problems)
     with guard(config.trainer.watchdog):
         trainer.start(config)
 
