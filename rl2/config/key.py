@@ -152,8 +152,8 @@ def _find_declaration(kind: Any, name: str) -> "Field[Any]":
     A subclass that only changes the default declares it without.
     """
     for parent in kind.__mro__[:-1]:
-        declared: Field[Any] = parent.__dataclass_fields__[name]
-        if "key" in declared.metadata:
+        declared: Field[Any] | None = parent.__dataclass_fields__.get(name)
+        if declared is not None and "key" in declared.metadata:
             return declared
     raise TypeError(f"{kind.__name__}.{name} is declared without key(default, help)")
 

@@ -498,13 +498,9 @@ class ActorConfig(RolloutWorkerConfig):
 
 
 @dataclass
-class CriticConfig(RolloutWorkerConfig):
-    """Is placed in memory as the actor, and splits a rollout as it does; its rates are its own."""
+class PlacedAsActor(ModelConfig):
+    """A model that lies in memory as the actor unless it is told otherwise."""
 
-    model_name: str | None = key(  # type: ignore[assignment]
-        None, "model that the critic starts from; by default the actor's", identity=True
-    )
-    lr: float = 5e-6
     dtype: str = follows("actor.dtype")
     compile: bool = follows("actor.compile")
     fsdp_size: int = follows("actor.fsdp_size")
@@ -513,6 +509,16 @@ class CriticConfig(RolloutWorkerConfig):
     max_length_per_device: int = follows("actor.max_length_per_device")
     max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
     offload_model: bool = follows("actor.offload_model")
+
+
+@dataclass
+class CriticConfig(PlacedAsActor, RolloutWorkerConfig):
+    """Splits a rollout as the actor does; its rates are its own."""
+
+    model_name: str | None = key(  # type: ignore[assignment]
+        None, "model that the critic starts from; by default the actor's", identity=True
+    )
+    lr: float = 5e-6
     gradient_checkpointing: bool | int = follows("actor.gradient_checkpointing")
     offload_optimizer: bool = follows("actor.offload_optimizer")
     update_per_rollout: int = follows("actor.update_per_rollout")
@@ -523,9 +529,7 @@ class CriticConfig(RolloutWorkerConfig):
 
 
 @dataclass
-class TeacherConfig(ModelConfig):
-    """Is placed in memory as the actor."""
-
+class TeacherConfig(PlacedAsActor):
     model_name: str | None = key(  # type: ignore[assignment]
         None,
         "model to distill from, on-policy; must have the actor's tokenizer; with teacher.base_url "
@@ -563,16 +567,8 @@ class TeacherConfig(ModelConfig):
         1.0,
         "weight of the KL divergence; in the advantage of each token or in the loss",
     )
-    dtype: str = follows("actor.dtype")
     head_dtype: str = follows("actor.head_dtype")
-    compile: bool = follows("actor.compile")
-    fsdp_size: int = follows("actor.fsdp_size")
-    sp_size: int = follows("actor.sp_size")
-    tp_size: int = follows("actor.tp_size")
-    max_length_per_device: int = follows("actor.max_length_per_device")
-    max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
     share_prompts: bool = follows("actor.share_prompts")
-    offload_model: bool = follows("actor.offload_model")
 
 
 @dataclass
