@@ -115,8 +115,3 @@ def needs_reference_point(loss: str) -> bool:
 def has_section(config: Any, *names: str) -> bool:
     """Whether the config has one of these sections."""
     return any(hasattr(config, name) for name in names)
-
-
-def has_new_adapters(config: Any) -> bool:
-    """Whether a worker trains adapters, whose weights are random at first."""
-    return any(getattr(section, "lora_rank", 0) for section in vars(config).values())

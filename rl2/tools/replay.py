@@ -114,6 +114,12 @@ def read_metrics(run: Path) -> dict[int, Record]:
     return {line["step"]: dict(flatten(line)) for line in lines if "step" in line}
 
 
+def launch_of(record: Record, step: int) -> Record:
+    """The launch that did the step, in run.json."""
+    start: Record = [start for start in record["starts"] if start["step"] < step][-1]
+    return start
+
+
 def find_launch(run: Path, step: int) -> Record:
     """Returns the launch that did the step, from run.json. ValueError if it cannot be repeated."""
     record = read_object(run / "run.json")
@@ -122,7 +128,7 @@ def find_launch(run: Path, step: int) -> Record:
     recorded = sorted(number for number in read_metrics(run) if number > 0)
     if step not in recorded:
         raise ValueError(f"--step {step}: {run} has recorded {describe_steps(recorded)}")
-    start: Record = [start for start in record["starts"] if start["step"] < step][-1]
+    start = launch_of(record, step)
     if len(start["hosts"]) > 1:
         raise ValueError(
             f"{run} ran on {len(start['hosts'])} machines, and a replay runs on one: replay a run "
@@ -242,7 +248,7 @@ def find_changes(run: Path, again: Path, step: int) -> list[str]:
 def describe_launch(run: Path, step: int) -> Record:
     """Dotted names and values of run.json for the launch that did the step."""
     record = read_object(run / "run.json")
-    start = [start for start in record["starts"] if start["step"] < step][-1]
+    start = launch_of(record, step)
     contents = record["identity"]["contents"]
     facts = {name: start[name] for name in FACTS if name in start}
     return dict(flatten({**facts, "contents": {name: contents[name][:12] for name in contents}}))
