@@ -281,8 +281,14 @@ def test_hydra_shows_the_config_and_names_near_keys_first(base):
     assert done.returncode == 0 and tree["data"]["path"] == "???"
     assert tree["actor"]["lr"] == 2e-5 and tree["actor"]["average"] == "sequence"
     assert tree["critic"]["dtype"] == "${actor.dtype}"
-    done = run_trainer("--cfg", "job", "actor.lrr=2e-5")
-    assert done.returncode == 2 and "did you mean actor.lr?" in done.stderr
+    for wrong, words in (
+        ("actor.lrr=2e-5", "did you mean actor.lr?"),
+        ("actor.loss=grpo", "actor.loss=grpo: GRPO is algo=grpo"),
+        ("actor.lr=fast", "actor.lr=fast: expected a number"),
+    ):
+        done = run_trainer("--cfg", "job", wrong)
+        assert done.returncode == 2 and done.stderr.startswith("1 problem in")
+        assert words in done.stderr and done.stdout == ""
 
 
 def test_a_sweep_runs_a_job_for_each_value_and_ends_at_a_mistake(base, tmp_path):

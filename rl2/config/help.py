@@ -66,8 +66,8 @@ def explain_common(root: type) -> str:
         lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")
     lines += [
         f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
-        "--cfg job prints the resolved config; rl2 plan predicts the memory",
-        "--config-dir DIR --config-name NAME starts from a YAML file",
+        "--cfg job prints the config; --multirun KEY=A,B runs a job for each value",
+        "--config-dir DIR --config-name NAME starts from a YAML file; rl2 plan predicts the memory",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
     ]
     return "\n".join(lines)

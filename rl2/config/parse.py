@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl2.config.arguments import Arguments, read_arguments
 from rl2.config.early import answer_early
 from rl2.config.key import schema_keys
-from rl2.config.key_rules import derive_keys
+from rl2.config.key_rules import check_choices, derive_keys
 from rl2.config.presets import KEY, NONE, has_presets, store_presets
 from rl2.config.problem import (
     ConfigError,
@@ -123,12 +123,17 @@ def accept(
 def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None]) -> NoReturn:
     """Lets Hydra answer the options --cfg, --info and --multirun, and ends the program.
 
-    `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER.
+    `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER. What is
+    shown may lack keys, but none of its values is wrong.
     """
-    if arguments.problems:
+    if "--multirun" not in arguments.options:
+        draft = compose(root, arguments)
+        if arguments.problems or check_choices(draft.config):
+            accept(draft, optional=schema_keys(root))
+        if not is_first_rank():
+            sys.exit()
+    elif arguments.problems:
         refuse(arguments.problems)
-    if "--multirun" not in arguments.options and not is_first_rank():
-        sys.exit()
 
     @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
     def job(tree: DictConfig) -> None:
