@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl2.config.conditions import compares_pairs, count_samplers
-from rl2.config.engines import installed_version, is_installed
+from rl2.config.engines import installed_version, is_installed, release_numbers
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
 from rl2.model.adapter_folder import read_adapter_config
@@ -22,11 +22,6 @@ def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]
     yield from check_lengths(config, name, model)
     if isinstance(model, WorkerConfig):
         yield from check_worker(name, model)
-
-
-def version_pair(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13)"""
-    return tuple(map(int, version.split(".")[:2]))
 
 
 def check_model_name(key: str, name: str) -> Iterator[Problem]:
@@ -106,7 +101,7 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         reason = "it needs bitsandbytes, which is not installed; pip install 'rl2[bitsandbytes]'"
         yield wrong_value(f"{name}.quantize_base", worker.quantize_base, reason)
     torch_version = installed_version("torch") or "0"
-    if worker.quantize_base and version_pair(torch_version) < TORCH_OF_4_BITS:
+    if worker.quantize_base and release_numbers(torch_version) < TORCH_OF_4_BITS:
         reason = f"it needs torch 2.13 or later, and this is {torch_version}"
         yield wrong_value(f"{name}.quantize_base", worker.quantize_base, reason)
     if worker.quantize_base and worker.tp_size > 1:
