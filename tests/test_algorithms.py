@@ -27,7 +27,6 @@ from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     RewardPart,
     gae,
-    gdpo,
     group_advantages,
     maxrl,
     sum_by_trajectory,
@@ -69,7 +68,6 @@ LOSSES = [
     dict(loss="dppo", clip=0.02, clip_high=0.04),
     dict(loss="reinforce", clip=math.inf),
 ]
-CLIPPED_LOSSES = [options for options in LOSSES if options["loss"] != "reinforce"]
 AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
@@ -190,13 +188,6 @@ def rewards_by_group(case):
 # KL
 
 
-def test_kl_estimates_by_hand():
-    logps, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
-    assert kl_estimate(logps, ref, "k1").tolist() == [0, -1]
-    assert kl_estimate(logps, ref, "k2").tolist() == [0, 0.5]
-    assert kl_estimate(logps, ref, "k3").tolist() == [0, pytest.approx(math.e - 2)]
-
-
 def random_logits(seed):
     return torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -227,16 +218,6 @@ def test_kl_estimates_and_their_gradients_in_expectation():
 
 
 # Advantages
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sum_by_trajectory(seed):
-    case = make_case(seed)
-    expected = defaultdict(float)
-    for trajectory, rewards in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
-        expected[trajectory] += sum(rewards)
-    in_order = [expected[trajectory] for trajectory in sorted(expected)]
-    assert sum_by_trajectory(case.rewards, case.trajectory).tolist() == in_order
 
 
 def parts_of(case):
@@ -412,13 +393,6 @@ def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
         assert column.equal(expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_whiten(seed):
-    case = make_case(seed)
-    advantages = {cell: case.advantages[cell].item() for cell in trained_cells(case)}
-    assert_cells(whiten(case.advantages, case.mask), whitened(advantages))
-
-
 def test_whiten_one_token_or_none():
     advantages = torch.tensor([[3.0, 4.0]])
     assert whiten(advantages, torch.tensor([[0.0, 1.0]])).tolist() == [[0, 0]]
@@ -453,17 +427,10 @@ def test_token_weights(seed):
     assert_cells(weights, by_prompt)
 
 
-def test_token_weights_of_no_token_and_wrong_arguments():
-    mask, trajectory = torch.ones(2, 3), torch.tensor([0, 1])
-    for average in AVERAGES:
-        weights = token_weights(0 * mask, trajectory, average, 4, trajectory)
-        assert weights.eq(0).all()
-    with pytest.raises(AssertionError, match="mean"):
-        token_weights(mask, trajectory, "mean")
-    with pytest.raises(AssertionError, match="needs the group of each row"):
-        token_weights(mask, trajectory, "prompt")
-    with pytest.raises(AssertionError, match="'constant' needs a length"):
-        token_weights(mask, trajectory, "constant")
+@pytest.mark.parametrize("average", AVERAGES)
+def test_token_weights_of_no_token_are_0(average):
+    trajectory = torch.tensor([0, 1])
+    assert token_weights(torch.zeros(2, 3), trajectory, average, 4, trajectory).eq(0).all()
 
 
 # Policy loss
@@ -530,21 +497,6 @@ def test_policy_loss_and_its_gradient(seed, options, corrected):
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
     assert_metrics(metrics, expected_metrics)
     assert_cells(torch.autograd.grad(loss, logps)[0], gradient)
-
-
-def test_the_random_cases_reach_every_branch():
-    """The test above checks something only if the lower, the upper and the dual clip all happen."""
-    cases = [make_case(seed) for seed in SEEDS]
-
-    def clip_ratios(**options):
-        return [loop_policy_loss(case, **options)[1]["clip_ratio"] for case in cases]
-
-    totals = [case.weights.sum().item() for case in cases]
-    for options in CLIPPED_LOSSES:
-        clip_ratio_and_total = zip(clip_ratios(**options), totals, strict=True)
-        shares = [clip_ratio / total for clip_ratio, total in clip_ratio_and_total]
-        assert 0.02 < statistics.mean(shares) < 0.9, options
-    assert sum(clip_ratios(**LOSSES[2])) > sum(clip_ratios(loss="ppo", clip=0.1))
 
 
 def test_dppo_by_hand():
@@ -1142,7 +1094,7 @@ def test_only_torch_is_imported():
 
 
 def make_trl(**settings):
-    """A GRPOTrainer that has only the attributes that its loss and its scoring read."""
+    """A GRPOTrainer that has only the attributes that its loss reads."""
     trainer_module = pytest.importorskip("trl.trainer.grpo_trainer")
     trainer = trainer_module.GRPOTrainer.__new__(trainer_module.GRPOTrainer)
     arguments = SimpleNamespace(
@@ -1197,13 +1149,10 @@ def test_the_gradient_of_a_weighted_kl_is_that_of_the_kl(estimator):
 
 
 def make_trl_case(seed):
-    """Two groups of three answers that contain a tool's tokens.
-
-    Every row has a token to train, as TRL expects.
-    """
+    """Six answers that contain a tool's tokens. Each has a token to train, as TRL expects."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 8, (6,), generator=generator)
-    case = SimpleNamespace(lengths=lengths.tolist())
+    case = SimpleNamespace()
     case.completion_mask = (torch.arange(7) < lengths[:, None]).double()
     case.tool_mask = (torch.rand(6, 7, generator=generator) < 0.7).double()
     case.tool_mask[:, 0] = 1
@@ -1212,9 +1161,7 @@ def make_trl_case(seed):
     for name, scale in (("logps", 0.25), ("ref_logps", 0.3), ("engine_logps", 0.2)):
         noise = torch.randn(6, 7, generator=generator, dtype=torch.float64)
         setattr(case, name, case.old_logps + scale * noise)
-    case.rewards = torch.randn(6, generator=generator, dtype=torch.float64)
     case.advantages = torch.randn(6, generator=generator, dtype=torch.float64)
-    case.group = torch.tensor([0, 0, 0, 1, 1, 1])
     return case
 
 
@@ -1283,109 +1230,6 @@ def test_policy_loss_against_trl(seed, settings, average, options):
     if average == "token" and not options:  # TRL does not count the tokens that its delta clips
         logged = trainer._metrics["train"]["clip_ratio/region_mean"]
         assert logged == [pytest.approx(metrics["clip_ratio"].item())]
-
-
-@pytest.mark.parametrize(
-    "mode, correction",
-    [
-        ("token_truncate", "token_tis"),
-        ("token_mask", "token_mask"),
-        ("sequence_mask", "sequence_mask"),
-    ],
-)
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("seed", range(4))
-def test_advantages_and_corrections_against_trl(seed, aggregation, mode, correction):
-    """One call of TRL's scoring gives its advantages, its correction and its logp difference.
-
-    One answer has the reward NaN in TRL, and is a failed trajectory in rl2.
-    """
-    case = make_trl_case(seed)
-    failed = 4
-    parts = torch.stack([case.rewards, case.rewards.square()], dim=1)
-    part_weights = torch.tensor([1.0, 0.5])
-    rewards_with_nan = parts.clone()
-    rewards_with_nan[failed] = math.nan
-    low = 1 / 1.3 if mode == "token_mask" else None
-    trainer = make_trl(
-        use_vllm=True,
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.3,
-        vllm_importance_sampling_clip_min=low,
-        environment_factories=None,
-        environments=None,
-        tools=None,
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        pad_to_multiple_of=None,
-        mask_truncated_completions=False,
-        num_iterations=1,
-        num_generations=3,
-        reward_weights=part_weights,
-        reward_funcs=[None, None],
-        reward_func_names=["score", "square"],
-        multi_objective_aggregation=aggregation,
-        scale_rewards="group",
-        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
-        log_multimodal=False,
-        log_completions=False,
-    )
-
-    def ragged(column):
-        return [row[:n] for row, n in zip(column.tolist(), case.lengths, strict=True)]
-
-    trainer.args.gradient_accumulation_steps = 1
-    trainer._is_vlm = False
-    trainer.model.is_gradient_checkpointing = False
-    width = max(case.lengths)
-    scores = (case.old_logps[:, :width], None, None)
-    generations = (
-        [[1]] * 6,
-        [[1] * n for n in case.lengths],
-        ragged(case.tool_mask.long()),
-        [""] * 6,
-        ragged(case.engine_logps),
-        {},
-        None,
-        None,
-    )
-    trainer._calculate_rewards = lambda *args: rewards_with_nan
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
-    trainer._generate = lambda prompts: generations
-    expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 6)
-
-    logps = (case.old_logps, case.engine_logps)
-    ratios = importance_weights(*logps, case.mask, correction, 1.3) * case.mask
-    trl_ratios = expected["importance_sampling_ratio"].expand(6, width) * case.mask[:, :width]
-    torch.testing.assert_close(
-        ratios[:, :width], trl_ratios, check_dtype=False, rtol=1e-5, atol=1e-6
-    )
-    weights = token_weights(case.mask, torch.arange(6), "token")
-    logged = trainer._metrics["train"]["sampling/sampling_logp_difference/mean"]
-    difference = rollout_mismatch(*logps, weights)["logp_difference"].item()
-    assert logged == [pytest.approx(difference, rel=1e-5)]
-
-    mask = case.mask.clone()
-    mask[failed] = 0
-    rewards = torch.zeros_like(case.mask)
-    rewards[:, 0] = parts @ part_weights.double()
-    inputs = advantage_inputs(
-        mask,
-        rewards,
-        case.group,
-        norm_var=True,
-        reward_parts={
-            name: RewardPart(values, weight.item())
-            for name, values, weight in zip("ab", parts.T, part_weights, strict=True)
-        },
-    )
-    estimator = group_advantages if aggregation == "sum_then_normalize" else gdpo
-    advantages = estimator(inputs)
-    trl_advantages = expected["advantages"][:, None] * mask
-    torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
-    assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]
 
 
 def test_the_mean_ratio_of_a_trajectory_is_over_the_tokens_of_all_its_rows():
