@@ -19,7 +19,6 @@ import faulty_env
 import faulty_process_env
 import pytest
 import torch
-from common import make_model
 from scripted import (  # noqa: F401
     PARAMS,
     ScriptedEngine,
@@ -35,8 +34,6 @@ from scripted import (  # noqa: F401
 from rl2 import progress
 from rl2.batch import Batch, collate
 from rl2.data.examples import Example
-from rl2.engine.base import EngineSettings, SamplingParams
-from rl2.engine.local import LocalEngine
 from rl2.env.load import load_env
 from rl2.rollout import collect
 from rl2.rollout.agent import player_class
@@ -97,49 +94,6 @@ def test_two_turns_are_masked_token_by_token(tmp_path):
     assert list(sample.rewards) == [0.0] * (len(words) - 1) + [1.5]
     assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
-
-
-def test_the_env_sees_the_special_token_that_begins_a_tool_call(tmp_path):
-    """Decoded without it, the reply would be "=7", and the next prompt would show that."""
-
-    def call_with_special_token(turn, _):
-        return [("<|im_start|>=7", "stop"), ("ok", "stop")][turn]
-
-    env = TOOL_ENV.replace('call.startswith("=")', 'call.startswith("<|im_start|>=")')
-    collector, prompts, tokenizer = make(tmp_path, call_with_special_token, env, 2)
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    assert trajectory.messages[1]["content"] == "<|im_start|>=7" and trajectory.num_turns == 2
-    (sample,) = trajectory.samples  # the call is in the next prompt as it was sampled
-    trained = [token for token, mask in zip(sample.tokens, sample.mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == "<|im_start|>=7<|im_end|>ok<|im_end|>"
-
-
-def test_the_second_prompt_starts_with_the_tokens_of_the_first_turn(tmp_path):
-    collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 2)
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    (_, first), (_, second) = collector.player.engine.requests
-    assert second[: len(first)] == first
-    assert list(trajectory.samples[0].tokens[: len(second)]) == second
-
-
-def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
-    script = [("=abc", "stop"), ("ok", "stop")]
-    collector, prompts, tokenizer = make(tmp_path, lambda turn, _: script[turn], TOOL_ENV, 2)
-    tokenizer.chat_template = (  # drops the text of earlier assistant turns
-        "{% for m in messages %}"
-        "{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
-        "{% endfor %}{{ 'assistant:' }}"
-    )
-    prompts = make_prompts([prompts[0].row], tokenizer)
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    first, second = trajectory.samples
-    assert tokenizer.decode(first.tokens) == "user:q0<|im_end|>assistant:=abc<|im_end|>"
-    assert tokenizer.decode(second.tokens) == (
-        "user:q0<|im_end|>assistant:<|im_end|>tool:abc!<|im_end|>assistant:ok<|im_end|>"
-    )
-    assert sum(first.mask) == 5 and sum(second.mask) == 3
-    assert sum(first.rewards) == 0 and second.rewards[-1] == 1.5
-    assert first.trajectory == second.trajectory == trajectory.id
 
 
 def test_length_limits_end_a_trajectory(tmp_path):
@@ -562,30 +516,6 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
     collector.player.envs[""].close()
 
 
-def test_a_group_is_scored_once(tmp_path, monkeypatch):
-    """Also if its answers end at once, and if it is carried over."""
-    options = {"num_prompts": 4, "deterministic": False}
-    collector, _, tokenizer = make(tmp_path, say_x, WAITING_ENV, 1, **options)
-    env = collector.player.envs[""]
-    module = module_of(env)
-    end, ending = env.end, []
-
-    async def end_together(key):
-        ending.append(key)
-        while len(ending) % 4:
-            await asyncio.sleep(0.001)
-        await end(key)
-
-    collector.player.engine.abort = lambda: None
-    collector = make_training(collector, 4, 2, 4, partial=True, num_steps=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(env, "end", end_together)
-        trajectories = collector.collect(1) + collector.collect(2)
-    assert all(t.rewards == {"reward": 2.0, "group": 0.5} for t in trajectories)
-    scored = Counter(question for name, question in module.begun if name == "group_reward_fn")
-    assert scored == {f"q{i}": 1 for i in range(4)}
-
-
 def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):
     options = {"num_prompts": 6, "deterministic": False}
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, **options)
@@ -614,22 +544,6 @@ def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monke
     assert len(engine.requests) - num_requests == 2 * (3 - num_done), "a group was played twice"
 
 
-def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
-    options = {"num_prompts": 5, "deterministic": False}
-    collector, _, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
-    engine = collector.player.engine
-    engine.seconds = lambda seed: 0.2 if seed[3] == 0 else 0.001
-    options = {"partial": True, "num_steps": 2}
-    collector = make_training(collector, 5, 2, 1, **options)
-    done = collector.collect(1)
-    assert [trajectory.group for trajectory in done] == [0, 1]
-    assert all(group.is_done for group in collector.carried_over)
-    num_requests = len(engine.requests)
-    done = collector.collect(2)
-    assert [trajectory.group for trajectory in done] == [2, 3]
-    assert len(engine.requests) == num_requests, "a group was played twice"
-
-
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, deterministic=False)
@@ -654,28 +568,6 @@ def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path
     ids = [trajectory.id for trajectory in done]
     assert len(ids) == len(set(ids)) == 8 + 8 + 4
     assert all(sample.trajectory == t.id for t in done for sample in t.samples)
-
-
-def test_a_resumed_collector_continues_at_its_position(tmp_path):
-    """A step takes 2 of 5 prompts. A collector resumed after every step takes the same prompts."""
-    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)
-
-    def make_collector():
-        return make_training(collector, 5, 2, 3)
-
-    expected = make_collector()
-    resumed = make_collector()
-    rewards = []
-    for step in (1, 2, 3):
-        trajectories = expected.collect(step)
-        assert all(trajectory.row in expected.cursor.examples.rows for trajectory in trajectories)
-        expected_rewards = [trajectory.reward for trajectory in trajectories]
-        assert [trajectory.reward for trajectory in resumed.collect(step)] == expected_rewards
-        rewards += expected_rewards[::3]
-        state = resumed.state_dict()
-        resumed = make_collector()
-        resumed.load_state_dict(state)
-    assert rewards == [0, 1, 2, 3, 4, 0] and resumed.rows_done == 6
 
 
 def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
@@ -832,50 +724,3 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     assert all(t.messages[2:3] == answer for t in done)
     json.dumps(list(to_records(trajectories)), ensure_ascii=False).encode()
     player.envs[""].close()
-
-
-def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp_path):
-    """The pause comes before the last of the string's three tokens."""
-    env = """
-        def interact(messages):
-            return [{"role": "tool", "content": messages[-1]["content"][-3:]}]
-        def reward_fn(messages, answer): return 1.0
-    """
-    collector, prompts, tokenizer = make(tmp_path, None, env, max_turns=2)
-    name = make_model(tmp_path / "model", seed=1)  # its answer has no special tokens
-    settings = EngineSettings(name, torch.float32, torch.device("cpu"), stop=["any text"])
-    engine = LocalEngine(settings)
-    player = collector.player
-    player.engine = engine
-    params = SamplingParams(temperature=0, max_new_tokens=16)
-    (whole,) = collector.play(prompts, params, 1, "train", 41)
-    length = len(prompts[0].tokens)
-    answer = list(whole.samples[0].tokens[length:])
-    stop = tokenizer.decode(answer[4:7])
-    end = next(n for n in range(16) if stop in tokenizer.decode(answer[:n]))
-    params = SamplingParams(temperature=0, max_new_tokens=16, stop=[stop])
-    (trajectory,) = begin_group(0, prompts[0], 1).trajectories
-
-    async def pause_inside_the_string():
-        playing = asyncio.ensure_future(player.play(trajectory, params, (0,), key=0))
-        while engine.slots[0] is None or len(engine.slots[0].tokens) < end - 1:
-            await asyncio.sleep(0)
-        player.is_pausing = True
-        engine.abort()
-        await playing
-
-    engine.loop.run_until_complete(pause_inside_the_string())
-    assert trajectory.partial_tokens == end - 1 and not trajectory.num_turns
-    player.is_pausing = False
-    engine.loop.run_until_complete(player.play(trajectory, params, (0,), key=0))
-    engine.close()
-    assert [message["role"] for message in trajectory.messages] == (
-        ["user", "assistant", "tool", "assistant"]
-    )
-    first, result = [message["content"] for message in trajectory.messages[1:3]]
-    assert first == tokenizer.decode(answer[:end]) and result == stop
-    assert trajectory.versions[:2] == [(0, end - 1), (0, 1)]
-    (sample,) = trajectory.samples
-    assert list(sample.tokens[length : length + end]) == answer[:end]
-    rest = tokenizer.decode(sample.tokens[length + end :])
-    assert rest.startswith(f"<|im_end|>\n<|im_start|>tool\n{stop}<|im_end|>")
