@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -68,10 +67,6 @@ def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages()
     assert score(env_of(reward_fn)) == {"reward": 1.0}
 
 
-def test_conversation_does_not_come_from_the_row():
-    assert score(env_of(lambda messages: len(messages)), {"answer": 2}) == {"reward": 2.0}
-
-
 def test_callable_object_may_be_async():
     class Judge:
         async def __call__(self, messages, answer):
@@ -129,22 +124,8 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_exit_is_a_failure_and_stops_nothing(tmp_path, prefix):
-    text = f"{prefix}def reward_fn(messages, answer):\n    return answer or exit(3)\n"
-    env = load(tmp_path, text)
-    assert "SystemExit: 3" in str(failure(env, {**ROW, "answer": 0}))
-    assert score(env) == {"reward": 2.0}
-
-
-def test_stop_iteration_and_self_cancellation_are_failures_too():
-    async def cancels(messages):
-        raise asyncio.CancelledError
-
-    start = time.monotonic()
+def test_stop_iteration_is_a_failure_too():
     assert "StopIteration" in str(failure(lambda messages: next(iter([]))))
-    assert "CancelledError" in str(failure(cancels))
-    assert time.monotonic() - start < 20
 
 
 def test_row_without_a_needed_column_costs_its_trajectory_only():
@@ -160,36 +141,6 @@ def test_env_may_change_its_arguments(tmp_path, prefix):
     reply, row = copy.deepcopy(REPLY), copy.deepcopy(ROW)
     asyncio.run(env.score(reply, row))
     assert (reply, row) == (REPLY, ROW)
-
-
-def test_sync_calls_run_together_and_leave_the_event_loop_free():
-    together = threading.Barrier(4)  # one after the other, the first would wait for the rest
-
-    def slow(messages):
-        time.sleep(0.5)
-        together.wait(timeout=20)
-        return 1.0
-
-    async def main():
-        ticks = 0
-        env = env_of(slow)
-        calls = asyncio.gather(*(env.score(REPLY, ROW) for _ in range(4)))
-        while not calls.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return ticks
-
-    assert asyncio.run(main()) > 5
-
-
-def test_async_state_outlives_the_callers_loop(tmp_path):
-    env = load(
-        tmp_path,
-        "import asyncio\nloops = set()\n"
-        "async def reward_fn(messages):\n    loops.add(asyncio.get_running_loop())\n"
-        "    return len(loops)",
-    )
-    assert [score(env), score(env)] == [{"reward": 1.0}, {"reward": 1.0}]
 
 
 def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
@@ -217,27 +168,6 @@ def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
     assert not uncaught  # a result that comes too late is dropped
     assert last == {"reward": 1.0}
     assert all(isinstance(error, EnvError) and "env_timeout=0.4 s" in str(error) for error in hung)
-
-
-def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
-    running, max_running = set(), 0
-
-    def slow(messages):
-        nonlocal max_running
-        running.add(threading.get_ident())
-        max_running = max(max_running, len(running))
-        time.sleep(0.1)
-        running.discard(threading.get_ident())
-        return 1.0
-
-    env = env_of(slow, timeout=1.0)
-
-    async def main():
-        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * CONCURRENCY)))
-
-    for _ in range(2):  # each in an event loop of its own
-        assert len(asyncio.run(main())) == 16 * CONCURRENCY
-    assert 1 < max_running <= CONCURRENCY
 
 
 def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
@@ -452,20 +382,12 @@ def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
 
 def test_preflight_names_the_data_that_lacks_a_column():
     env = env_of(lambda messages, answer: 0.0)
-    rows = {"data.path": [ROW], "data.test_path": [{"messages": "x", "label": 1}]}
-    words = "needs column 'answer', which 1 of 1 rows of data.test_path lack.*it has messages, "
+    rows = {"data.path": [ROW], "data.test_path": [ROW, {"messages": "x", "label": 1}]}
+    words = (
+        "needs column 'answer', which 1 of 2 rows of data.test_path lack, first row 1.*messages, "
+    )
     with pytest.raises(ValueError, match=words + "label.*data.columns.OLD=answer"):
         preflight(env, rows, 1)
-
-
-def test_preflight_waits_for_hanging_calls_once():
-    def hangs(messages):
-        time.sleep(30)
-
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="did not return within"):
-        preflight(env_of(hangs, timeout=0.5), {"data.path": [ROW] * 8}, 1)
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -681,14 +603,6 @@ def test_a_trl_function_that_returns_other_rewards_than_one_fails_in_words(tmp_p
             2,
             "plain strings",
         ),
-        (
-            lambda messages, level: 0,
-            None,
-            [ROW, {"messages": "x"}],
-            1,
-            "reward_fn needs column 'level', which 1 of 2 .*first row 1",
-        ),
-        (lambda messages: float("nan"), None, [ROW], 1, "finite"),
         (
             lambda messages: messages[-1]["content"] and None,
             None,
