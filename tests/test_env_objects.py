@@ -9,17 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-import transformers
-from common import RESPONSE_TEMPLATE, advantage_inputs, pack_rows
-from packaging.version import Version
-from scripted import PARAMS, make, make_row, make_training, process_group  # noqa: F401
+from common import pack_rows
+from scripted import PARAMS, make, make_row, process_group  # noqa: F401
 
-from rl2.algorithms.advantages import gae, group_advantages
-from rl2.batch import collate
 from rl2.env.load import load_env, play_reply, preflight
-from rl2.rollout.schedule import GroupBoard
-from rl2.rollout.stats import training_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 CHATML_WITH_TOOLS = (
@@ -150,33 +143,6 @@ def test_rewards_of_turns_lie_on_the_last_token_of_their_turn(tmp_path):
     # The message that came with the end is in the transcript and not in the tokens.
     assert trajectory.messages[-1]["content"] == "won"
     assert "won" not in player.template.decode(sample.tokens)
-
-
-def test_rewards_of_turns_reach_the_advantages(tmp_path):
-    """In GAE from their turn backwards; in a group as a part of the sum."""
-    env = """
-        def interact(messages, turn):
-            first = len(messages[1]["content"])  # 1 or 2 letters
-            return {"messages": [{"role": "user", "content": "?"}], "reward": float(first)}
-        def reward_fn(messages): return 10.0
-    """
-
-    def script(turn, seed):
-        return ["a", "bb"][seed[-2]] if turn == 0 else "c", "stop"
-
-    trajectories, player = play(tmp_path, env, script, 2, num_samples=2)
-    assert [t.reward for t in trajectories] == [11.0, 12.0]
-    batch = collate(training_samples(trajectories))
-    mask = batch.mask.float()
-    columns = (mask, batch.rewards, batch.group, batch.trajectory)
-    deviations = group_advantages(advantage_inputs(*columns))
-    assert [row[mask[i] > 0].unique().tolist() for i, row in enumerate(deviations)] == [
-        [-0.5],
-        [0.5],
-    ]
-    values = torch.zeros_like(batch.rewards)
-    advantages, _ = gae(advantage_inputs(*columns, values=values, gamma=0.5))
-    assert advantages[0][mask[0] > 0].tolist() == [0.5 + 0.25 / 2 * 10, 1 + 2.5, 5.0, 10.0]
 
 
 def test_weights_of_turn_rewards_and_a_limit_that_ends_the_trajectory(tmp_path):
@@ -409,36 +375,9 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
     assert len({*ids}) == 10 and {len(i) for i in ids} == {9}
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("value", ["0x" + "f" * 4000, "(" * 200 + ")" * 200, "1e999", "{1}"])
-def test_arguments_that_are_no_json_are_answered(tmp_path, value, isolation):
-    script = [f"<|python_tag|>note(key='k', value={value})", "done"]
-    options = {"max_length": 10_000, "isolation": isolation}
-    (trajectory,), _ = play(tmp_path, TOOLS, script, **options)
-    [result] = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-    assert result.startswith("error: the call cannot be read: ")
-    assert trajectory.rewards == {"environment": 0.0} and trajectory.num_turns == 2
-
-
 def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
     (trajectory,), player = play(tmp_path, TOOLS, [call_text("fail"), "done"])
     assert trajectory.finish_reason == "failed" and "SystemExit" in str(player.failures.last)
-
-
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
-)
-def test_a_response_template_reads_calls_where_the_tokenizer_has_one(tmp_path):
-    (tmp_path / "env.py").write_text(textwrap.dedent(TOOLS))
-    env = load_env(str(tmp_path / "env.py"))
-    template = make(tmp_path, None, TOOLS)[0].player.template
-    assert template.parse_calls([], "x", env.tools) is None
-    template.tokenizer.response_template = RESPONSE_TEMPLATE
-    prompt = template.encode_prompt([{"role": "user", "content": "q"}])
-    reply = 'so <call>{"name": "note", "arguments": {"key": "k"}}</call>'
-    assert template.parse_calls(prompt, reply, env.tools) == [("note", {"key": "k"})]
-    assert template.parse_calls(prompt, "<call>{oops</call>", env.tools) is None
-    assert template.parse_calls(prompt, "no call", env.tools) == []
 
 
 GROUP_ENV = """
@@ -472,29 +411,6 @@ def test_a_judge_of_groups_that_fails_costs_the_group(tmp_path, result):
     trajectories, player = play(tmp_path, env, ["x"], 1, num_samples=2)
     assert [t.finish_reason for t in trajectories] == ["failed"] * 2
     assert "group_reward_fn" in str(player.failures.last)
-
-
-def test_a_group_is_reported_when_its_last_trajectory_has_its_reward(tmp_path):
-    """The reward of the first one comes late. The filter must not see the group without it."""
-    env = """
-        import time
-        def reward_fn(messages):
-            time.sleep(0.3 if messages[-1]["content"] == "a" else 0)
-            return 1.0
-    """
-    collector, _, tokenizer = make(tmp_path, lambda _, seed: ("ab"[seed[-2]], "stop"), env)
-    collector = make_training(collector, 4, 1, filter=[-1.0, 2.0], max_refills=0, num_steps=1)
-    collector.player.engine.abort = lambda: None
-    rewards = []
-    post = GroupBoard.post
-
-    def note(board, number, mean_reward):
-        rewards.append(mean_reward)
-        post(board, number, mean_reward)
-
-    with mock.patch.object(GroupBoard, "post", note):
-        collector.collect(1)
-    assert rewards == [1.0]
 
 
 @pytest.mark.parametrize(
