@@ -1,7 +1,7 @@
-"""SFT, DPO and reward models, leave-one-out and distillation against TRL's trainers.
+"""SFT, DPO and reward models against TRL's trainers.
 
-Loss, metrics and gradient norm are compared on the same rows and weights. The losses and advantages
-of TRL's GRPO are compared in test_algorithms.py.
+Loss, metrics and gradient norm are compared on the same rows and weights. The loss of TRL's GRPO is
+compared in test_algorithms.py.
 """
 
 from collections import defaultdict
@@ -10,27 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (
-    advantage_inputs,
-    make_critic,
-    make_model,
-    make_tokenizer,
-    policy_inputs,
-    preference_inputs,
-    write_jsonl,
-)
+from common import make_critic, make_model, make_tokenizer, write_jsonl
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.algorithms.advantages import distillation, leave_one_out
-from rl2.algorithms.losses import (
-    POLICY_LOSSES,
-    PREFERENCE_LOSSES,
-    kl_estimate,
-    policy_loss,
-    reinforce,
-    token_weights,
-)
 from rl2.config.schema import DPOLossConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, SFT_ROWS, Examples
@@ -244,34 +227,6 @@ def test_kto_loss(tmp_path, device):
     assert kl == [pytest.approx(result.metrics["reference_point"], rel=1e-4)] and kl[0] > 0
 
 
-@pytest.mark.parametrize("loss", ["simpo", "orpo"])
-def test_preference_losses_without_a_reference(loss):
-    """On the mean log-probabilities of 50 pairs. TRL's SFT term of ORPO is in its batches."""
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.orpo import ORPOTrainer
-
-    means = -random_columns(7, 50, 2).abs()
-    chosen, rejected = means.unbind(1)
-    inputs = preference_inputs(
-        chosen,
-        chosen_logps=4 * chosen,
-        rejected_logps=2 * rejected,
-        chosen_length=torch.tensor(4.0),
-        rejected_length=torch.tensor(2.0),
-        beta=1.5,
-        target_margin=0.6,
-    )
-    losses = PREFERENCE_LOSSES[loss].compute(inputs)
-    settings = {"beta": 1.5, "label_smoothing": 0.0, "alpha": 0.0}
-    if loss == "simpo":
-        trainer = make_trl(CPOTrainer, loss_type="simpo", simpo_gamma=0.6, **settings)
-        expected = trainer.cpo_loss(chosen, rejected)[0]
-    else:
-        trainer = make_trl(ORPOTrainer, **settings)
-        expected = -chosen - trainer.odds_ratio_loss(chosen, rejected)[0]
-    torch.testing.assert_close(losses, expected, check_dtype=False)
-
-
 @pytest.mark.parametrize("margin", [True, False])
 @pytest.mark.parametrize("center", [0.0, 0.05])
 def test_reward_loss(tmp_path, device, margin, center):
@@ -316,134 +271,3 @@ def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_
     model = AutoModelForSequenceClassification.from_pretrained(name)
     expected = model(input_ids=ids, attention_mask=attention_mask).logits[:, 0].detach()
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
-
-
-def random_columns(seed, *shape):
-    """`shape` numbers in float64, as a function of `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-@pytest.mark.parametrize("seed", range(3))
-def test_leave_one_out(seed, kl_coef):
-    """Three groups of three answers, two of which failed: TRL gives those the reward NaN.
-
-    With a KL coefficient the rewards have the penalty of kl.type=reward.
-    """
-    from trl import RLOOTrainer
-
-    lengths = [1, 4, 2, 3, 3, 4, 2, 1, 4]
-    failed = [1, 5]
-    scores = random_columns(seed, 9)
-    scores[failed] = torch.nan
-    old_logps, ref_logps = random_columns(10 + seed, 2, 9, 4)
-    reference = torch.nn.Linear(1, 1)
-    trainer = make_trl(
-        RLOOTrainer,
-        model=torch.nn.Linear(1, 1),
-        ref_model=reference,
-        args=SimpleNamespace(per_device_train_batch_size=9, gradient_checkpointing_kwargs=None),
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        pad_to_multiple_of=None,
-        mask_truncated_completions=False,
-        beta=kl_coef,
-        num_generations=3,
-        normalize_advantages=False,
-        reward_clip_range=None,
-        reward_weights=torch.ones(1),
-        reward_func_names=["score"],
-        log_multimodal=False,
-        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
-    )
-    trainer.model.is_gradient_checkpointing = False
-    trainer.accelerator.process_index = 0
-    trainer.accelerator.reduce = lambda tensor, reduction: tensor
-
-    def score(model, *args, **kwargs):
-        return ref_logps if model is reference else old_logps, None, None
-
-    trainer._get_per_token_logps_and_entropies = score
-    trainer._calculate_rewards = lambda *args: scores[:, None]
-    completions = [[1] * length for length in lengths]
-    trainer._generate = lambda prompts: ([[1]] * 9, completions, [""] * 9)
-    expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 9)["advantages"]
-
-    mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).double()
-    mask[failed] = 0
-    rewards = -kl_coef * kl_estimate(old_logps, ref_logps, "k1")
-    rewards[:, 0] += scores
-    group = torch.arange(9) // 3
-    advantages = leave_one_out(advantage_inputs(mask, rewards, group))
-    torch.testing.assert_close(advantages, expected[:, None] * mask)
-    assert advantages.abs().sum() > 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_distillation_of_sampled_tokens(seed):
-    """Estimator `distillation` with loss `reinforce` is TRL's IW-OPD without its weights."""
-    opd = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer")
-
-    student_logits = random_columns(seed, 3, 5, 7).requires_grad_()
-    teacher_logits = random_columns(10 + seed, 3, 5, 7)
-    tokens = random_columns(20 + seed, 3, 5, 7).argmax(-1)
-    mask = (torch.arange(5) < torch.tensor([[5], [2], [4]])).double()
-    labels = tokens.masked_fill(mask == 0, -100)
-
-    def logps_of(logits):
-        return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-
-    trainer = make_trl(
-        opd.IWOPDTrainer,
-        model=torch.nn.Linear(1, 1),
-        temperature=1.0,
-        iw_opd_gamma=0.0,
-        iw_opd_epsilon=1e-8,
-    )
-    rollout_logps = logps_of(student_logits).detach() + 0.1 * random_columns(30 + seed, 3, 5)
-    expected = trainer._compute_iw_opd_loss(
-        student_logits, tokens, labels, logps_of(teacher_logits), rollout_logps
-    )
-    inputs = policy_inputs(
-        logps=logps_of(student_logits),
-        old_logps=rollout_logps,
-        advantages=distill(mask, rollout_logps, logps_of(teacher_logits)),
-        mask=mask,
-    )
-    weights = token_weights(mask, torch.arange(3), "token")
-    loss, _ = policy_loss(reinforce, inputs, weights)
-    torch.testing.assert_close(loss, expected)
-    gradients = [torch.autograd.grad(value, student_logits)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients)
-
-
-def distill(mask, old_logps, teacher_logps):
-    return distillation(advantage_inputs(mask, old_logps=old_logps, teacher_logps=teacher_logps))
-
-
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo"])
-def test_distillation_has_the_gradient_of_the_reverse_kl(loss):
-    """Its expectation over all tokens has the gradient of TRL's exact divergence."""
-    opd = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer")
-
-    logits = random_columns(0, 7).requires_grad_()
-    logps = logits.log_softmax(-1)
-    teacher_logps = random_columns(1, 7).log_softmax(-1)
-    divergence = opd._jsd_divergence(logps, teacher_logps, beta=1).sum()
-    mask = torch.ones(1, 7)
-    inputs = policy_inputs(
-        logps=logps[None],
-        old_logps=logps[None].detach(),
-        advantages=distill(mask, logps[None].detach(), teacher_logps[None]),
-        mask=mask,
-    )
-    # Each token with its probability as the weight: the expectation over samples.
-    surrogate, _ = policy_loss(POLICY_LOSSES[loss].compute, inputs, logps[None].exp().detach())
-    gradients = [
-        torch.autograd.grad(value, logits, retain_graph=True)[0]
-        for value in (surrogate, divergence)
-    ]
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].abs().max() > 0.01
