@@ -76,15 +76,6 @@ def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, 
     check(kl, heads, temperature, all_tokens(), 1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_the_kl_from_itself_is_zero():
-    hidden, weight, _ = make_heads()
-    itself = HeadInputs(hidden.detach(), weight.detach(), 0.7, torch.float32)
-    kl = kl_of((hidden, weight, itself), 0.7)
-    torch.testing.assert_close(kl, torch.zeros(NUM_PAIRS), rtol=0, atol=1e-6)
-    gradients = torch.autograd.grad(kl.sum(), (hidden, weight))
-    assert all(gradient.abs().max() < 1e-5 for gradient in gradients)
-
-
 def test_the_kl_among_candidates(monkeypatch):
     """The counts are 0, which is the whole vocabulary, to 7. Most chunks have no candidate."""
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 5 * NUM_PAIRS)
