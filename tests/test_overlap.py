@@ -202,30 +202,6 @@ def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path
         assert "model/model.safetensors" in bits
 
 
-def test_environments_with_state_and_several_turns_are_played_ahead(setup, tmp_path):
-    (tmp_path / "env.py").write_text(
-        textwrap.dedent("""
-            class make_env:
-                def reset(self):
-                    self.turns = 0
-
-                def step(self, messages):
-                    self.turns += 1
-                    return [] if self.turns == 2 else [{"role": "user", "content": "again"}]
-
-                def reward(self, messages):
-                    return self.turns + len(messages[-1]["content"]) / 100
-        """)
-    )
-    every_token = f"rollout.train_sampling_params.stop_token_ids={[*range(3, 98)]}"
-    keys = ["rollout.max_turns=3", "data.max_length=200", "trainer.max_steps=3", every_token]
-    train(2, tmp_path / "run", *setup, *keys, "rollout.num_processes=1")
-    for step in (1, 2, 3):
-        records = read_jsonl(tmp_path / f"run/rollouts/train/step_{step}.jsonl")
-        assert {record["num_turns"] for record in records} <= {1, 2}
-        assert max(record["num_turns"] for record in records) == 2
-
-
 @pytest.mark.parametrize("lag", [1, 3])
 def test_solved_prompts_end_the_run_with_the_step_that_was_trained(setup, tmp_path, lag):
     """Every answer is right, so all prompts are solved by the last step of the first epoch."""
