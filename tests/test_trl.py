@@ -1,4 +1,4 @@
-"""KTO and reward models against TRL's trainers.
+"""SFT, DPO and reward models against TRL's trainers.
 
 Loss, metrics and gradient norm are compared on the same rows and weights. The loss of TRL's GRPO is
 compared in test_algorithms.py.
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl2.config.schema import DPOLossConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Examples
+from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
-from rl2.trainer import dpo, rm
+from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
 pytest.importorskip("trl")
@@ -92,12 +92,85 @@ def read_examples(tmp_path, rows, kind):
     return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention_mask
 
 
+def update(name, device, batch, loss_fn, critic=False, **options):
+    """The result of one update of a new worker, in several micro-batches."""
+    config = worker_config(name, max_length_per_device=120, lr=1e-4)
+    return Worker(config, device, critic, 1).update(batch, loss_fn, **options)
+
+
 def check_update(result, trl_loss, trl_model):
     """The update has the loss and the gradient norm of TRL."""
     trl_loss.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(trl_model.parameters(), 1e9)
     assert result.loss == pytest.approx(trl_loss.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(grad_norm.item(), rel=1e-4)
+
+
+def test_sft_loss(tmp_path, device):
+    from trl import SFTTrainer
+
+    name = make_model(tmp_path / "model")
+    messages = []
+    for i in (1, 3):
+        for role in ("user", "assistant"):
+            messages.append({"role": role, "content": f"{role} {i}" * i})
+    rows = [{"messages": messages}, {"text": "abc" * 9}]
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, rows, SFT_ROWS)
+    run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
+    result = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
+    model = load_trl_model(name, "entropy", "is_top1")
+    arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
+    trainer = make_trl(SFTTrainer, model=model, args=arguments)
+    labels = ids.masked_fill(mask == 0, -100)
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    check_update(result, trainer.compute_loss(model, inputs), model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "beta"), [("sigmoid", 0.1), ("sigmoid", 0.5), ("ipo", 0.3), ("hinge", 0.2)]
+)
+def test_dpo_loss(tmp_path, device, loss, beta):
+    from trl import DPOTrainer
+
+    name = make_model(tmp_path / "model", seed=1)
+    reference = make_model(tmp_path / "reference")
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, PAIR_ROWS)
+    settings = DPOLossConfig(beta=beta, loss=loss)
+    run.config = SimpleNamespace(dpo=settings)
+    batch = dpo.make_batch(run, examples)
+    batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
+    loss_fn = partial(dpo.preference_loss, settings)
+    result = update(name, device, batch, loss_fn, keep_groups_together=True)
+    model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
+    trainer = make_trl(
+        DPOTrainer,
+        model=model,
+        ref_model=load_trl_model(reference),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=0.0,
+        use_weighting=False,
+    )
+    inputs = {
+        "input_ids": ids[CHOSEN_THEN_REJECTED],
+        "attention_mask": attention_mask[CHOSEN_THEN_REJECTED],
+        "completion_mask": mask[CHOSEN_THEN_REJECTED],
+    }
+    check_update(result, trainer._compute_loss(model, inputs, False), model)
+    names = {
+        "chosen": "chosen_reward",
+        "rejected": "rejected_reward",
+        "accuracies": "accuracy",
+        "margins": "margin",
+    }
+    for trl_name, rl2_name in names.items():
+        expected = pytest.approx(result.metrics[rl2_name], rel=1e-5)
+        assert trainer._metrics["train"][f"rewards/{trl_name}"] == [expected]
 
 
 def test_kto_loss(tmp_path, device):
@@ -167,9 +240,7 @@ def test_reward_loss(tmp_path, device, margin, center):
     run, examples, ids, _, attention_mask = read_examples(tmp_path, rows, PAIR_ROWS)
     batch = rm.make_batch(run, examples)
     loss_fn = partial(rm.reward_loss, center)
-    config = worker_config(name, max_length_per_device=120, lr=1e-4)
-    worker = Worker(config, device, critic=True, num_updates=1)
-    result = worker.update(batch, loss_fn, keep_groups_together=True)
+    result = update(name, device, batch, loss_fn, critic=True, keep_groups_together=True)
     model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
     arguments = SimpleNamespace(center_rewards_coefficient=center or None)
     trainer = make_trl(RewardTrainer, model=model, args=arguments)
