@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import io
-import itertools
 import json
 import pickle
 import re
@@ -67,33 +66,6 @@ TOOL_ENV = """
 
 def call_always(*_):
     return "=1", "stop"
-
-
-def call_then_answer(turn, _):
-    """A tool call in turn 0 and the answer in turn 1."""
-    return [("=7", "stop"), ("ok", "stop")][turn]
-
-
-def test_two_turns_are_masked_token_by_token(tmp_path):
-    collector, prompts, tokenizer = make(tmp_path, call_then_answer, TOOL_ENV, 3)
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    (sample,) = trajectory.samples
-    words = [tokenizer.decode([token]) for token in sample.tokens]
-    assert "".join(words) == (
-        "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n=7<|im_end|>\n"
-        "<|im_start|>tool\n7!<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
-    )
-    trained = ""  # a dot for each token that is not trained, a number sign for <|im_end|>
-    for word, is_trained in zip(words, sample.mask, strict=True):
-        trained += word.replace("<|im_end|>", "#") if is_trained else "."
-    assert trained.replace(".", "") == "=7#ok#"
-    assert trained.index("=") == words.index("=") and trained.endswith("ok#")
-    logps = [round(logp, 1) for logp in sample.logps if logp]
-    assert logps == [-0.1, -0.2, -0.3, -0.1, -0.2, -0.3]
-    assert all((logp != 0) == bool(m) for logp, m in zip(sample.logps, sample.mask, strict=True))
-    assert list(sample.rewards) == [0.0] * (len(words) - 1) + [1.5]
-    assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
-    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
 
 
 def test_length_limits_end_a_trajectory(tmp_path):
@@ -185,41 +157,6 @@ def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, 
     # group may be for another engine.
     most = 24 if deterministic else 6
     assert 4 < collector.player.engine.max_num_running <= most
-
-
-def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
-    """The same key in all its calls, another one for each trajectory of the train and test data.
-
-    It hears when the trajectory has ended.
-    """
-    collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 3, num_prompts=2)
-    env = collector.player.envs[""]
-    calls, ended = [], []
-
-    class RecordingEnv:
-        has_object, asked, tools, spec = False, env.asked, [], env.spec
-
-        async def answer(self, messages, row, key, inputs):
-            calls.append(("interact", key, row["answer"]))
-            return await env.answer(messages, row, key, inputs)
-
-        async def score(self, messages, row, key, inputs):
-            calls.append(("score", key, row["answer"]))
-            return await env.score(messages, row, key, inputs)
-
-        async def end(self, key):
-            assert ("score", key) in {call[:2] for call in calls}
-            ended.append(key)
-
-    collector.player.envs = {"": RecordingEnv()}
-    for split in ("train", "test"):
-        collector.play(prompts, PARAMS, 2, split, 1)
-    expected = Counter()
-    for split, number in itertools.product(("train", "test"), range(4)):
-        key, answer = (split, number), str(number // 2)
-        expected |= {("interact", key, answer): 2, ("score", key, answer): 1}
-    assert Counter(calls) == expected
-    assert sorted(ended) == sorted({key for _, key, _ in calls})
 
 
 def test_a_trajectory_that_was_cancelled_is_not_trained(tmp_path):
