@@ -395,19 +395,6 @@ def test_load_weights_changes_the_answers_and_the_version(name, tmp_path):
     fresh.close()
 
 
-def test_verify_weights_names_the_weights_that_differ(llama):
-    engine = make_engine(llama)
-    model = AutoModelForCausalLM.from_pretrained(llama)
-    engine.verify_weights(model.named_parameters(), 0)
-    weights = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
-    weights["model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-6
-    with pytest.raises(RuntimeError, match=r"1 weights .*model\.layers\.1\.mlp\.up_proj"):
-        engine.verify_weights(weights.items(), 0)
-    engine.load_weights(weights.items(), 1)
-    engine.verify_weights(weights.items(), 1)
-    engine.close()
-
-
 def test_buffers_that_are_saved_are_weights(tmp_path):
     """The routing bias of GLM-4.5 is such a buffer. The rotary frequencies are not saved."""
     name = make_model(tmp_path / "glm4_moe", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2)
