@@ -516,14 +516,18 @@ def test_an_engine_that_fails_ends_the_addresses_of_all_agents(tmp_path):
     assert not player.endpoint.addresses
 
 
-def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
-    """As the groups do that rollout.filter does not need. It is no failure."""
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_trajectory_that_is_not_needed_ends_its_agent(tmp_path, is_answered):
+    """As of groups that rollout.filter does not need: turns and calls end. It is no failure."""
 
-    def abort(turn, seed):
+    def end(turn, seed):
+        if is_answered:
+            player.engine.loop.call_later(0.2, player.cancel_calls)
+            return "ab", "stop"
         player.is_pausing = True
         return "ab", "abort"
 
-    collector, prompts, player = make_agent(tmp_path, abort, WAITING_AGENT)
+    collector, prompts, player = make_agent(tmp_path, end, WAITING_AGENT)
     with pytest.raises(AssertionError, match="cancelled"):
         collector.play(prompts, PARAMS, 1, "train", 1)
     assert player.failures.count == 0 and not player.endpoint.addresses

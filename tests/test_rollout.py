@@ -7,7 +7,6 @@ import json
 import pickle
 import re
 import sys
-import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
@@ -35,7 +34,6 @@ from rl2.batch import Batch, collate
 from rl2.data.examples import Example
 from rl2.env.load import load_env
 from rl2.rollout import collect
-from rl2.rollout.agent import player_class
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import (
     add_ages,
@@ -398,59 +396,6 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monke
     module.held.clear()
     assert collector.cursor.position == 2
     assert [t.row["answer"] for t in collector.collect(2)][0] == "2"
-
-
-AGENT_ENV = """
-    import json, os, time, urllib.request
-    from pathlib import Path
-    folder = Path(__file__).parent
-    def run(row, base_url, model, api_key):
-        question = row["messages"][0]["content"]
-        (folder / question).write_text(str(os.getpid()))
-        while question == "q2" and not (folder / "released").exists():
-            time.sleep(0.005)
-        body = json.dumps({"model": model, "messages": row["messages"]}).encode()
-        headers = {"Authorization": f"Bearer {api_key}"}
-        request = urllib.request.Request(base_url + "/chat/completions", body, headers)
-        urllib.request.urlopen(request, timeout=20).read()
-        return 1.0
-"""
-
-
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, monkeypatch):
-    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, 3)
-    (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT_ENV))
-    old = collector.player
-    old.engine.abort = lambda: None
-    env = load_env(str(tmp_path / "agent.py"), 20, 4, isolation)
-    collector.player = player_class({"": env})(
-        engine=old.engine,
-        envs={"": env},
-        template=old.template,
-        failures=old.failures,
-        max_turns=4,
-        max_length=400,
-    )
-    options = {"filter": [0.0, 9.0], "max_refills": 1}
-    collector = make_training(collector, 3, 2, 1, **options)
-    # The third group begins as after a group outside the filter, and the others wait for it.
-    generate = collector.player.engine.generate
-
-    async def generate_late(*arguments):
-        while not (tmp_path / "q2").exists():
-            await asyncio.sleep(0.005)
-        return await generate(*arguments)
-
-    collector.player.engine.generate = generate_late
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
-        done = collector.collect(1)
-    assert [t.reward for t in done] == [1.0, 1.0] and not collector.player.endpoint.addresses
-    assert not old.failures.count, "the step waited until the agent was late"
-    (tmp_path / "released").touch()
-    assert [t.reward for t in collector.collect(2)] == [1.0, 1.0]
-    collector.player.envs[""].close()
 
 
 def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):
