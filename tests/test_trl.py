@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models against TRL's trainers.
+"""SFT, DPO and KTO against TRL's trainers.
 
 Loss, metrics and gradient norm are compared on the same rows and weights. The loss of TRL's GRPO is
 compared in test_algorithms.py.
@@ -29,7 +29,6 @@ def make_pair(question_length, chosen_length, rejected_length):
         "messages": [{"role": "user", "content": "q" * question_length}],
         "chosen": "ab" * chosen_length,
         "rejected": "yx" * rejected_length,
-        "margin": 0.3 * question_length,
     }
 
 
@@ -92,10 +91,10 @@ def read_examples(tmp_path, rows, kind):
     return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention_mask
 
 
-def update(name, device, batch, loss_fn, critic=False, **options):
+def update(name, device, batch, loss_fn, **options):
     """The result of one update of a new worker, in several micro-batches."""
     config = worker_config(name, max_length_per_device=120, lr=1e-4)
-    return Worker(config, device, critic, 1).update(batch, loss_fn, **options)
+    return Worker(config, device, False, 1).update(batch, loss_fn, **options)
 
 
 def check_update(result, trl_loss, trl_model):
@@ -225,34 +224,6 @@ def test_kto_loss(tmp_path, device):
     check_update(result, trainer._compute_loss(model, inputs, False), model)
     kl = trainer._metrics["train"]["kl"]
     assert kl == [pytest.approx(result.metrics["reference_point"], rel=1e-4)] and kl[0] > 0
-
-
-@pytest.mark.parametrize("margin", [True, False])
-@pytest.mark.parametrize("center", [0.0, 0.05])
-def test_reward_loss(tmp_path, device, margin, center):
-    from trl import RewardTrainer
-
-    name = make_critic(make_model(tmp_path / "model"))
-    rows = [dict(pair) for pair in PAIRS]
-    if not margin:
-        for row in rows:
-            del row["margin"]
-    run, examples, ids, _, attention_mask = read_examples(tmp_path, rows, PAIR_ROWS)
-    batch = rm.make_batch(run, examples)
-    loss_fn = partial(rm.reward_loss, center)
-    result = update(name, device, batch, loss_fn, critic=True, keep_groups_together=True)
-    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
-    arguments = SimpleNamespace(center_rewards_coefficient=center or None)
-    trainer = make_trl(RewardTrainer, model=model, args=arguments)
-    inputs = {
-        "input_ids": ids[CHOSEN_THEN_REJECTED],
-        "attention_mask": attention_mask[CHOSEN_THEN_REJECTED],
-    }
-    if margin:
-        inputs["margin"] = torch.tensor([row["margin"] for row in rows])
-    check_update(result, trainer.compute_loss(model, inputs), model)
-    for key in ("accuracy", "margin"):
-        assert trainer._metrics["train"][key] == [pytest.approx(result.metrics[key], rel=1e-5)]
 
 
 def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_path, device):
