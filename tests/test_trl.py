@@ -1,7 +1,6 @@
 """SFT, DPO and KTO against TRL's trainers.
 
-Loss, metrics and gradient norm are compared on the same rows and weights. The loss of TRL's GRPO is
-compared in test_algorithms.py.
+Loss, metrics and gradient norm are compared on the same rows and weights.
 """
 
 from collections import defaultdict
