@@ -360,23 +360,8 @@ def test_old_checkpoints_whose_groups_wait_for_a_call_begin_these_anew(tmp_path,
     assert [t.reward for t in collector.collect(1)] == [0.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monkeypatch):
-    env = WAITING_ENV.replace("def interact", f"{prefix}def interact")
-    if prefix:
-        env = env.replace(
-            '        call("interact", messages)\n',
-            """
-        import asyncio
-        begun.append(("interact", messages[0]["content"]))
-        try:
-            while ("interact", messages[0]["content"]) in held:
-                await asyncio.sleep(0.005)
-        finally:
-            ended.append(("interact", messages[0]["content"]))
-""",
-        )
-    collector, _, tokenizer = make(tmp_path, say_x, env, 3)
+def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
+    collector, _, tokenizer = make(tmp_path, say_x, WAITING_ENV, 3)
     player = collector.player
     module = module_of(player.envs[""])
     module.held.add(("interact", "q2"))
