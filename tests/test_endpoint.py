@@ -305,6 +305,36 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
     assert trained_text(player, trajectory.samples[0]) == "one x<|im_end|>"
 
 
+JUDGES = ["", "def reward_fn(messages, finish_reason): return 1.0"]
+# Limits, and the turns that they leave.
+LIMITS = [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+
+
+def check_limits(tmp_path, env, judge, limits, turns):
+    """The request beyond a limit is refused. reward_fn then judges what there is."""
+    text = f"{judge}\n{textwrap.dedent(env)}"
+    (trajectory,), player = play(tmp_path, list("abcdef"), text, **limits)
+    assert len(player.engine.requests) == turns
+    if judge and turns:
+        assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
+        assert trained_text(player, trajectory.samples[0]) == "a<|im_end|>b<|im_end|>"
+    else:
+        assert trajectory.finish_reason == "failed"
+        assert not any(1 in sample.mask for sample in trajectory.samples)
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("limits, turns", LIMITS)
+def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
+    env = """
+        def run(row, base_url, model, api_key):
+            messages = list(row["messages"])
+            while True:
+                messages += [ask(base_url, api_key, messages)["message"], user("more")]
+    """
+    check_limits(tmp_path, env, judge, limits, turns)
+
+
 REFUSED_ONCE = """
     def run(row, base_url, model, api_key):
         message = ask(base_url, api_key, [user("a")])["message"]

@@ -1,13 +1,14 @@
 """A loop of one's own: `play` of an env file, and the function `generate` that it gets."""
 
-import textwrap
-
 import pytest
 from common import make_tokenizer, pack_rows
 from scripted import PARAMS, make_row, process_group  # noqa: F401
 from test_endpoint import (
+    JUDGES,
+    LIMITS,
     TWO_TURNS,
     check_it_learns,
+    check_limits,
     check_refused,
     describe,
     make_agent,
@@ -164,12 +165,9 @@ def test_a_reply_that_nobody_awaits_ends_with_the_loop(tmp_path):
     assert texts(player, trajectory) == ["1<|im_end|>"] and player.engine.num_running == 0
 
 
-@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
-@pytest.mark.parametrize(
-    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
-)
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("limits, turns", LIMITS)
 def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
-    """The request beyond a limit is refused. reward_fn then judges what there is."""
     env = """
         async def play(row, generate):
             messages = list(row["messages"])
@@ -177,15 +175,7 @@ def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
                 reply = await generate(messages)
                 messages += [reply.message, user("more")]
     """
-    text = f"{judge}\n{textwrap.dedent(env)}"
-    trajectory, player = play_one(tmp_path, list("abcdef"), text, **limits)
-    assert len(player.engine.requests) == turns
-    if judge and turns:
-        assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
-        assert texts(player, trajectory) == ["a<|im_end|>b<|im_end|>"]
-    else:
-        assert trajectory.finish_reason == "failed"
-        assert not any(1 in sample.mask for sample in trajectory.samples)
+    check_limits(tmp_path, env, judge, limits, turns)
 
 
 @pytest.mark.parametrize(
