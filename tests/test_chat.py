@@ -4,11 +4,9 @@ from datetime import date
 
 import pytest
 from chat_families import BYTES, CHATML, make_tokenizer
-from tokenizers import AddedToken
 
 from rl2.data.chat import ChatTemplate
 
-NO_NEWLINE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
 LLAMA = (  # trims contents, begins with <|bos|>, writes a tool's result as JSON under another role
     "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n"
     "' + (tools | tojson) + '<|eot|>' }}{% endif %}"
@@ -101,16 +99,6 @@ def extend(template, tokens, messages, new_messages, tools=None):
     return new
 
 
-def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each():
-    tokenizer = make_tokenizer()
-    tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION)
-    assert type(tokens) is list and type(tokens[0]) is int
-    expected = "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(tokenizer, tokens) == expected
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (tokens.count(start), tokens.count(end)) == (2, 1)
-
-
 def test_bos_of_a_template_is_not_doubled():
     tokenizer = make_tokenizer(LLAMA, "<|eot|>", adds_bos=True)
     assert ChatTemplate(tokenizer).encode_prompt(QUESTION).count(tokenizer.bos_token_id) == 1
@@ -133,26 +121,6 @@ def test_tools_reach_the_template_in_prompt_and_extension():
     assert extend(tokenizer, tokens, messages, AGAIN, tools) is not None
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
-@pytest.mark.parametrize(
-    "template, end",
-    [(CHATML, "<|im_end|>"), (NO_NEWLINE, "<|im_end|>"), (LLAMA, "<|eot|>"), (QWEN, "<|im_end|>")],
-)
-def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(template, end, role):
-    tokenizer = make_tokenizer(template, end)
-    tokens, messages = turn(tokenizer, "the other: the 4", end)
-    for content in ["the result\n is 5 ✓", "  and more  "]:
-        new_messages = [{"role": role, "content": content}]
-        new = extend(tokenizer, tokens, messages, new_messages)
-        assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
-        assert tokenizer.convert_tokens_to_ids(end) in new
-        reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
-        tokens = tokens + new + reply
-        messages = [*messages, *new_messages, reply_of(tokenizer, reply)]
-    text = "the other: the 4"
-    assert bytewise(tokenizer, text) != ChatTemplate(tokenizer).tokenize(text)
-
-
 def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
@@ -166,13 +134,6 @@ def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
         )
     assert template.extend(tokens, 2, messages, AGAIN)
     assert len(tokens) > 5000 and sum(sizes) < 400
-
-
-def test_hand_worked_extension():
-    tokenizer = make_tokenizer()
-    tokens, messages = turn(tokenizer)
-    new = extend(tokenizer, tokens, messages, AGAIN)
-    assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_cut_off_turn_is_ended_by_the_first_new_token():
@@ -190,19 +151,6 @@ def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
     assert extend(tokenizer, tokens, messages, AGAIN) is None
     new = extend(tokenizer, tokens, messages, RESULT)
     assert text_of(tokenizer, tokens + new).count("<think>hm</think>4") == 1
-
-
-@pytest.mark.parametrize(
-    "template, reply, end",
-    [
-        (LLAMA, " 4 ", "<|eot|>"),  # the template removes the spaces
-        (CHATML, "4", "<|endoftext|>"),  # the template ends turns otherwise
-    ],
-)
-def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
-    tokenizer = make_tokenizer(template)
-    tokens, messages = turn(tokenizer, reply, end)
-    assert extend(tokenizer, tokens, messages, AGAIN) is None
 
 
 def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
@@ -230,17 +178,6 @@ def test_broken_character_survives_in_tokens():
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
     new = extend(tokenizer, tokens, messages, AGAIN)
     assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + AGAIN)
-
-
-def test_a_tokenizer_that_drops_spaces_behind_special_tokens_extends_as_any():
-    """As that of Phi-3: the text of the tokens lacks the line breaks that the template writes."""
-    tokenizer = make_tokenizer()
-    names = ["<|im_start|>", "<|im_end|>"]
-    tokenizer.add_tokens([AddedToken(name, special=True, rstrip=True) for name in names])
-    tokens, messages = turn(tokenizer)
-    assert text_of(tokenizer, tokens).endswith("<|im_end|><|im_start|>assistant\n4<|im_end|>")
-    new = extend(tokenizer, tokens, messages, AGAIN)
-    assert text_of(tokenizer, new) == "<|im_start|>user\nSure?<|im_end|><|im_start|>assistant\n"
 
 
 def test_tokenizer_that_puts_a_space_before_text_never_drifts():
@@ -407,13 +344,6 @@ def test_stop_token_ids():
 # Training sequences
 
 
-def train_all_turns(tokenizer, messages):
-    """(tokens, mask) of the sequences that train every turn of the assistant."""
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    texts = [ChatTemplate(tokenizer).render_reply(messages[:i], messages[i]) for i in places]
-    return sequences(tokenizer, texts)
-
-
 def sequences(tokenizer, texts):
     template = ChatTemplate(tokenizer)
     replies = [tuple(template.tokenize(text) for text in pair) for pair in texts]
@@ -422,14 +352,6 @@ def sequences(tokenizer, texts):
 
 def trained_text(tokenizer, tokens, mask):
     return tokenizer.decode([t for t, trains in zip(tokens, mask, strict=True) if trains])
-
-
-TALK = [
-    *QUESTION,
-    {"role": "assistant", "content": "the sum is 4 é"},
-    {"role": "user", "content": "the other?"},
-    {"role": "assistant", "content": "<think>hm</think> 5"},
-]
 
 
 def test_worked_example_of_training_sequences():
@@ -448,33 +370,12 @@ def test_worked_example_of_training_sequences():
     assert found == [(tokens[1], [0, 0, 0, 1, 1]), (longer, [0, 0, 0, 1, 1, 1, 1])]
 
 
-@pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])
-def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(template):
-    tokenizer = make_tokenizer(template)
-    ((tokens, mask),) = train_all_turns(tokenizer, TALK)
-    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert tokenizer.decode(tokens) == whole
-    expected = "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
-    assert trained_text(tokenizer, tokens, mask) == expected
-
-
-def test_a_turn_that_the_template_rewrites_starts_a_new_sequence():
-    """Each sequence has the tokens that the model would read and sample at that turn."""
-    tokenizer = make_tokenizer(QWEN)
-    talk = [QUESTION[0], TALK[3], TALK[2], TALK[1]]
-    found = train_all_turns(tokenizer, talk)
-    for (tokens, mask), end in zip(found, (2, 4), strict=True):
-        assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(talk[:end], tokenize=False)
-        first = mask.index(1)
-        assert tokens[:first] == ChatTemplate(tokenizer).encode_prompt(talk[: end - 1])
-        assert sum(mask) == len(tokens) - first - 1  # all but the newline after the end of the turn
-
-
 def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     )
-    ((tokens, mask),) = train_all_turns(tokenizer, TALK[:2])
+    reply = ChatTemplate(tokenizer).render_reply(QUESTION, "the sum is 4 é")
+    ((tokens, mask),) = sequences(tokenizer, [reply])
     assert tokenizer.decode(tokens).endswith("assistant: the sum is 4 é\n<|im_end|>")
     assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
     (before, whole) = ChatTemplate(tokenizer).render_reply("plain ", "text")
@@ -487,13 +388,3 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no eos_token to end a reply with"):
         sequences(tokenizer, [(before, whole)])
-
-
-def test_two_replies_to_one_prompt_are_two_sequences():
-    tokenizer = make_tokenizer()
-    texts = [ChatTemplate(tokenizer).render_reply(QUESTION, reply) for reply in ("a", "ab")]
-    found = sequences(tokenizer, texts)
-    prompt = ChatTemplate(tokenizer).encode_prompt(QUESTION)
-    assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
-    assert [sum(mask) for _, mask in found] == [2, 3]
-    assert [mask.index(1) for _, mask in found] == [len(prompt)] * 2
