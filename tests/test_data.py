@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl2.batch import scored_spans
-from rl2.config.schema import PPOConfig
+from rl2.config.schema import PPOConfig, PromptConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
     LABELLED_ROWS,
@@ -39,9 +39,11 @@ from rl2.data.examples import (
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
+from rl2.rewards.text import BOXED_PROMPT
 from rl2.trainer import ppo_inputs
 from rl2.trainer.dpo import make_batch as make_dpo_batch
 from rl2.trainer.dpo import mismatch
+from rl2.trainer.inputs import read_system_prompt
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -314,6 +316,11 @@ def test_prompts_are_the_templates_tokens_and_tools_pass_through():
     assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
     assert all(type(token) is int for token in prompts[0].tokens)
     assert [(prompt.index, prompt.row) for prompt in prompts] == list(enumerate(rows))
+
+
+def test_a_system_prompt_may_have_a_name():
+    for value, text in (("boxed", BOXED_PROMPT), ("Be kind.", "Be kind."), (None, None)):
+        assert read_system_prompt(PromptConfig(system_prompt=value)) == text
 
 
 def test_long_prompts_are_dropped_and_counted():

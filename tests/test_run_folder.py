@@ -482,17 +482,22 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(
     assert "1 of 2 steps are done" in output
 
 
-def test_edited_examples_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
+def test_edited_examples_prompts_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.py", "b.py", "shots.jsonl"):
+    for name in ("a.py", "b.py", "shots.jsonl", "prompt.md"):
         (tmp_path / name).write_text("before")
     data = PromptConfig(path={"a": "a.jsonl", "b": "b.jsonl"}, few_shot="shots.jsonl")
+    data.system_prompt = "prompt.md"
     config = PPOConfig(data=data)
     config.actor.model_name = "model"
     config.rollout.env_path = {"a": "a.py", "b": "b.py"}
     before = identify(config, "")
     assert find_changes(PPOConfig, before, identify(config, "")) == ([], [])
-    for name, key in (("shots.jsonl", "data.few_shot"), ("b.py", "rollout.env_path")):
+    for name, key in (
+        ("shots.jsonl", "data.few_shot"),
+        ("prompt.md", "data.system_prompt"),
+        ("b.py", "rollout.env_path"),
+    ):
         (tmp_path / name).write_text("after")
         experiment, [change] = find_changes(PPOConfig, before, identify(config, ""))
         assert experiment == [] and change.key == key and "another content" in str(change)

@@ -32,8 +32,6 @@ from common import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl2.rewards.text import BOXED_PROMPT
-
 PPO = ("-m", "rl2.trainer.ppo")
 
 
@@ -125,37 +123,6 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
 
 
-def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(setup, tmp_path):
-    """The user's functions are copies of ppo and gae, and the run gives the same numbers."""
-    (tmp_path / "mine.py").write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from rl2.algorithms.advantages import AdvantageInputs, Estimator, gae
-
-            def loss(log_ratio, advantages, clip, clip_high):
-                ratio = log_ratio.exp()
-                plain = advantages * ratio
-                bounded = advantages * ratio.clamp(1 - clip, 1 + clip_high)
-                metrics = {"clip_ratio": plain > bounded, "ratio": ratio.detach()}
-                return -torch.minimum(plain, bounded), metrics
-
-            def compute(x: AdvantageInputs):
-                return gae(x)
-
-            estimator = Estimator(compute, needs=("rewards", "values"))
-            """
-        )
-    )
-    options = ["critic.lr=0.02", "critic.dtype=float32", "adv.lamda=0.9", "adv.norm_var=true"]
-    options += ["actor.clip=0.1", "actor.update_per_rollout=2", "trainer.max_steps=2"]
-    builtin = ["adv.estimator=gae", f"trainer.save_dir={tmp_path / 'builtin'}"]
-    own = [f"actor.loss={tmp_path}/mine.py:loss", f"adv.estimator={tmp_path}/mine.py:estimator"]
-    launch_runs(1, [["ppo", *setup, *options, *builtin], ["ppo", *setup, *options, *own]])
-    assert read_untimed_metrics(tmp_path / "run") == read_untimed_metrics(tmp_path / "builtin")
-    assert read_metrics(tmp_path / "run")[-1]["actor/clip_ratio"] > 0
-
-
 HALF_EQUAL_ENV = """
     letter_reward = reward_fn
 
@@ -208,48 +175,6 @@ def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(se
         assert all(line["actor/entropy"] > 0 for line in lines)
     assert same_weights("built_in", "declared") and not same_weights("built_in", "own")
     assert all(line["actor/grad_norm"] > 0 for line in read_metrics(tmp_path / "equal"))
-
-
-@pytest.mark.nightly
-def test_estimators_without_a_critic_and_the_plain_loss_train(setup, tmp_path):
-    """In one update a rollout the loss `reinforce` has the gradient of `ppo`, to the bit.
-
-    Leave-one-out advantages of 8 answers are 8/7 of those of the group mean. REINFORCE++ learns
-    with one answer to a prompt.
-    """
-    runs = {
-        "ppo": ["trainer.max_steps=3"],
-        "reinforce": ["trainer.max_steps=3", "actor.loss=reinforce"],
-        "rloo": ["trainer.max_steps=1", "adv.estimator=rloo", "actor.average=prompt"],
-        "whitened": [
-            "trainer.max_steps=9",
-            "adv.estimator=reinforce_plus_plus",
-            "data.responses_per_prompt=1",
-            "data.prompts_per_rollout=24",
-            "trainer.n_epochs=9",
-        ],
-        "baseline": ["trainer.max_steps=9", "adv.estimator=reinforce_plus_plus_baseline"],
-    }
-    launch_runs(
-        1, [["ppo", *setup, *keys, f"trainer.save_dir={tmp_path / n}"] for n, keys in runs.items()]
-    )
-    lines = {name: read_metrics(tmp_path / name) for name in runs}
-    for name in ("reward/mean", "actor/grad_norm", "actor/entropy", "actor/approx_kl"):
-        values = [[line.get(name) for line in lines[run]] for run in ("ppo", "reinforce")]
-        assert values[0] == values[1], name
-    assert "actor/clip_ratio" not in lines["reinforce"][0]
-    assert lines["ppo"][0]["actor/effective_sample_size"] == pytest.approx(1, abs=1e-4)
-    weights = [read_weights(tmp_path / run / "model") for run in ("ppo", "reinforce")]
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
-    advantages = {}
-    for name in ("ppo", "rloo"):
-        records = read_jsonl(tmp_path / name / "rollouts/train/step_1.jsonl")
-        advantages[name] = [record["advantage"] for record in records]
-    scaled = [advantage * 8 / 7 for advantage in advantages["ppo"]]
-    assert advantages["rloo"] == pytest.approx(scaled, abs=1e-6) and any(scaled)
-    for name in ("whitened", "baseline"):
-        rewards = [line["reward/mean"] for line in lines[name]]
-        assert rewards[-1] > rewards[0] + 0.25, name
 
 
 def test_all_layouts_train_the_same_policy(setup, tmp_path):
@@ -478,34 +403,21 @@ def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tm
     assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
 
 
-def test_a_system_prompt_from_a_file(setup, tmp_path):
-    path = tmp_path / "prompt.md"
-    keys = [f"data.system_prompt={path}", "trainer.max_steps=1", "trainer.save_tokens=true"]
-    assert f"data.system_prompt={path}: no such file" in train(1, *setup, *keys, check=False).stderr
-    path.write_text("Answer in one word.\n")
-    train(1, *setup, *keys)
-    saved = load_file(tmp_path / "run/rollouts/train/step_1.safetensors")
-    text = AutoTokenizer.from_pretrained(tmp_path / "tiny").decode(saved["tokens"])
-    assert "Answer in one word.<" in text and "prompt.md" not in text
-    path.write_text("Answer.")
-    again = [key for key in keys if "max_steps" not in key]
-    assert "data.system_prompt" in train(1, *setup, *again, "trainer.save_freq=1").stdout
-
-
-def test_solved_examples_and_named_system_prompts_are_sampled_from(setup, tmp_path):
+def test_solved_examples_and_a_system_prompt_of_a_file_are_sampled_from(setup, tmp_path):
+    prompt_file = tmp_path / "prompt.md"
+    prompt_file.write_text("Answer in one word.\n")
     talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
     rows = [{"messages": talk}] * 3
     write_jsonl(tmp_path / "shots.jsonl", rows)
     shots = [f"data.few_shot={tmp_path / 'shots.jsonl'}", "data.max_length=250"]
-    keys = ["trainer.save_tokens=true", "trainer.max_steps=1", "data.system_prompt=boxed"]
+    keys = ["trainer.save_tokens=true", "trainer.max_steps=1", f"data.system_prompt={prompt_file}"]
     train(1, *setup, *shots, *keys, "data.num_few_shot=2")
     saved = load_file(tmp_path / "run/rollouts/train/step_1.safetensors")
     length = saved["length"][0].item()
     prompt = saved["tokens"][:length][saved["mask"][:length] == 0]
     text = AutoTokenizer.from_pretrained(tmp_path / "tiny").decode(prompt)
-    assert (
-        text.count("zzz") == 2 and BOXED_PROMPT in text and text.index("zzz") < text.index("say a")
-    )
+    assert "Answer in one word.<" in text and "prompt.md" not in text
+    assert text.count("zzz") == 2 and text.index("zzz") < text.index("say a")
     assert len(read_jsonl(tmp_path / "run/rollouts/train/step_1.jsonl")[0]["messages"]) == 2
     words = [*setup, *shots, "trainer.resume=off", "data.num_few_shot=4"]
     assert "data.num_few_shot=4" in train(1, *words, check=False).stderr
@@ -617,7 +529,7 @@ def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_a
 
 @pytest.mark.nightly
 def test_the_kl_from_a_teacher_over_the_whole_vocabulary_falls(setup, tmp_path):
-    """transformers gives the KL of step 1; a run that resumes ends with the same bits."""
+    """transformers gives the KL of step 1."""
     teacher = make_model(tmp_path / "teacher", seed=1, hidden_size=48)
     arguments = [
         "ppo",
@@ -629,25 +541,13 @@ def test_the_kl_from_a_teacher_over_the_whole_vocabulary_falls(setup, tmp_path):
         "rollout.train_sampling_params.top_p=0.9",
         "trainer.save_tokens=true",
         "trainer.max_steps=6",
-        "trainer.save_freq=3",
-    ]
-    resume = [
-        f"trainer.resume={tmp_path / 'run/checkpoints/step_3'}",
-        f"trainer.save_dir={tmp_path / 'resumed'}",
     ]
     whole = [word for word in arguments if "top_p" not in word]
     one_step = ["trainer.max_steps=1", f"trainer.save_dir={tmp_path / 'whole'}"]
-    launch_runs(2, [arguments, [*arguments, *resume], [*whole, *one_step]])
+    launch_runs(2, [arguments, [*whole, *one_step]])
     metrics = read_metrics(tmp_path / "run")
     divergences = [line["actor/teacher_kl"] for line in metrics]
     assert divergences[-1] < 0.7 * divergences[0], divergences
-    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    weights, resumed = (
-        read_weights(tmp_path / "run/model"),
-        read_weights(tmp_path / "resumed/model"),
-    )
-    assert all((weights[key] == resumed[key]).all() for key in weights)
 
     tokens = load_file(tmp_path / "whole/rollouts/train/step_1.safetensors")
     models = [
@@ -711,31 +611,6 @@ def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
     assert (tmp_path / f"run/checkpoints/step_{last_step}/run.json").exists(), output
     assert "stopping" in output and f"step {last_step}/6000" in output
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
-
-
-@pytest.mark.nightly
-def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
-    """The first update makes the weights so large that no later gradient is finite.
-
-    The reward has a part whose name is that of a metric of rl2.
-    """
-    (tmp_path / "env.py").write_text(
-        textwrap.dedent(LETTER_ENV).replace("return ", "return {'mean': 1 + ") + "}"
-    )
-    keys = ["actor.lr=1e30", "trainer.max_skipped_updates=2", "data.prompts_per_rollout=32"]
-    keys += ["trainer.save_freq=1", "trainer.n_epochs=100", "trainer.keep_checkpoints=1"]
-    done = train(1, *setup, *keys, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: the last 2 updates of the actor were skipped" in done.stderr
-    assert "lower actor.lr=1e+30" in done.stderr
-    lines = read_metrics(tmp_path / "run")
-    assert [line["actor/skipped"] for line in lines] == [0, 1, 1]
-    assert all(line["reward/parts/mean"] == line["reward/mean"] >= 1 for line in lines)
-    assert all(line["reward/std"] < 1 for line in lines)
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_1"]
-    assert not (tmp_path / "run/model").exists()
-    assert "data.prompts_per_rollout=32 is more than the 24 prompts" in done.stdout
-    assert "32 prompts x 8 answers = 256 trajectories" in done.stdout
 
 
 def test_a_model_with_too_few_positions_is_refused(setup):
