@@ -376,6 +376,8 @@ def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
         assert [request["text"] for _, request in requests] == [text]
         with pytest.raises(EnvError, match="500"):
             asyncio.run(env.score([{"role": "user", "content": "fail"}], QUESTION))
+    with pytest.raises(EnvError, match="RL2_REWARD_URL=http.*RL2_REWARD_MODEL"):
+        asyncio.run(env.score(messages, QUESTION))  # the server has ended
 
 
 @pytest.fixture
