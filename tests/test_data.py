@@ -160,11 +160,6 @@ def test_malformed_row_names_file_row_and_column(tmp_path, line, message):
         load_rows(str(file), read=read_ppo_row)
 
 
-def test_tool_calls_need_no_content():
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "calc"}}]}
-    read_ppo_row({"messages": [call, {"role": "tool", "content": "5"}], "answer": None})
-
-
 def test_problems_are_listed_once_with_their_number(tmp_path):
     rows = [{"messages": ""}] * 3 + [{"messages": i} for i in range(7)]
     with pytest.raises(ValueError) as error:
@@ -299,15 +294,6 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
             load_rows(name)
 
 
-def test_a_model_without_a_template_is_named_with_the_remedy():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    message = "^the model has no chat template.*data.chat_template=plain .*plain text"
-    with pytest.raises(ValueError, match=message):
-        make_examples(make_rows([1]), tokenizer=tokenizer)
-    assert len(make_examples([{"messages": "w"}], tokenizer=tokenizer)) == 1
-
-
 def test_prompts_are_the_templates_tokens_and_tools_pass_through():
     with_tools = {**make_rows([1])[0], "tools": [{"w": 0}]}
     rows = [*make_rows([2]), {"messages": "w w", "answer": 0}, with_tools]
@@ -337,13 +323,6 @@ def test_more_rows_than_one_chunk(monkeypatch):
     monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
     prompts = make_examples(make_rows(range(1, 9)), batch_size=8)
     assert [len(prompt.tokens) for prompt in prompts] == [n + 2 for n in range(1, 9)]
-
-
-def test_row_that_the_template_refuses_is_named():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ValueError, match=r"the data, row 1: .*no such role"):
-        make_examples(make_rows([1]), tokenizer=tokenizer)
 
 
 @settings(deadline=None, max_examples=30)
@@ -379,16 +358,6 @@ def test_the_start_says_how_a_run_uses_the_rows():
     assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
     counts = Counter(prompt.index for prompt in DataCursor(prompts).next_batch())
     assert sum(counts.values()) / len(counts) == 1.6
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_any_stretch_of_the_order_of_training_can_be_next(shuffle):
-    prompts = make_examples(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
-    cursor = DataCursor(prompts)
-    order = [prompt.index for _ in range(10) for prompt in cursor.next_batch()]
-    for start in range(8):
-        cursor.position = start
-        assert [cursor.take().index for _ in range(12)] == order[start : start + 12]
 
 
 def test_order_differs_by_epoch_and_seed():
