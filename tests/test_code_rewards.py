@@ -1,11 +1,9 @@
-"""rl2.rewards.code and envs/coding.py: right programs are right, wrong ones and forgeries wrong."""
+"""rl2.rewards.code: right programs are right, wrong ones and forgeries wrong."""
 
-import asyncio
 import json
 import re
 import sys
 import textwrap
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -423,19 +421,3 @@ def test_tests_that_are_no_python_are_an_error():
 def test_test_cases_may_be_in_json():
     assert judge(SUM, json.dumps(CASES)).is_right
     assert not judge("def f(x): return x", '["assert f(1) == 1", "assert f(1) == 2"]').is_right
-
-
-def test_the_ready_made_env(capsys):
-    from rl2.env.load import load_env
-
-    env = load_env(str(Path(__file__).parents[1] / "envs/coding.py"))
-    assert "programs run in sandboxes of strength" in capsys.readouterr().out
-
-    def score(reply):
-        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
-        return asyncio.run(env.score(messages, {"test_cases": CASES}))
-
-    assert score(f"```python\n{SUM}\n```") == {"right": 1.0, "format": 0.1}
-    assert score("```python\nprint(3)\n```") == {"right": 0.0, "format": 0.1}
-    assert score("The answer is 3.") == {"right": 0.0, "format": 0.0}
-    env.close()

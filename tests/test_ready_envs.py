@@ -1072,20 +1072,10 @@ def test_harbor_starts_a_container_as_its_task_says_and_ends_it(fake_docker, mon
     env.close()
 
 
-@pytest.mark.parametrize(
-    "replies",
-    [
-        [shell_call("rm -rf /app /tests"), "Done."],  # no test can run
-        [shell_call("exit 3"), "Done."],
-        ["Done."],
-    ],
-)
-def test_harbor_earns_nothing_where_the_tests_do_not_pass(replies, fake_docker, monkeypatch):
+def test_harbor_earns_nothing_where_no_test_can_run(fake_docker, monkeypatch):
     env, rows, max_turns = load_ready("harbor_tasks", monkeypatch)
-    trajectory = play(env, rows[0], replies, max_turns)
+    trajectory = play(env, rows[0], [shell_call("rm -rf /app /tests"), "Done."], max_turns)
     assert trajectory.rewards == {"environment": 0.0}
-    if "exit" in replies[0]:
-        assert trajectory.messages[-2]["content"].strip() == "(status 3)"
     env.close()
 
 
