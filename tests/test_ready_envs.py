@@ -430,17 +430,12 @@ DIGITS = "1" * 40_000
 @pytest.mark.parametrize(
     "name, function, content",
     [
-        ("search", "reward_fn", "<answer>" * 20_000),
         ("search", "interact", "<search>" * 20_000),
         ("search", "interact", "<search></search>" + "<answer>" * 20_000),
-        ("countdown", "reward_fn", "<answer>" * 20_000),
         ("countdown", "reward_fn", "<answer>1" + "+0" * 100_000 + "</answer>"),
-        ("calculator", "reward_fn", "<answer>" * 20_000),
         ("calculator", "reward_fn", "<answer>" + DIGITS + "</answer>"),
         ("arithmetic", "reward_fn", DIGITS),
         ("arithmetic", "reward_fn", "1,111" * 10_000),
-        ("gsm8k", "reward_fn", "####" + DIGITS),
-        ("gsm8k", "reward_fn", "####" + "," * 40_000),
         ("boxed", "reward_fn", "\\boxed{" + DIGITS + "}"),
         ("boxed", "reward_fn", "\\boxed{" + DIGITS + "x}"),
         ("boxed", "reward_fn", "\\boxed{(" + "1," * 40_000 + ")}"),
@@ -925,27 +920,10 @@ def trained_texts(trajectory, player):
     return [trained_text(player, sample) for sample in trajectory.samples]
 
 
-def test_mini_swe_agent_trains_each_sampled_token_once_and_no_other(mini_swe_agent):
-    """All of its requests extend one sequence, which has what the model saw, token by token."""
-    env, row = mini_swe_agent
-    replies = agent_commands("cat solution.py", mend_return(row["right"]), END)
-    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 4)
-    assert trajectory.rewards == {"reward": 1.0}, player.failures.last
-    assert trained_texts(trajectory, player) == ["<|im_end|>".join([*replies, ""])]
-    (sample,) = trajectory.samples
-    for (_, prompt), reply in zip(player.engine.requests, replies, strict=True):
-        reply_tokens = [*player.template.tokenize(reply), player.template.tokenizer.eos_token_id]
-        end = len(prompt) + len(reply_tokens)
-        assert list(sample.tokens[:end]) == [*prompt, *reply_tokens]
-        assert list(sample.mask[len(prompt) : end]) == [1] * len(reply_tokens)
-    system, task, _, program, _, nothing, _ = trajectory.messages
-    assert task["content"] == row["messages"][-1]["content"]
-    assert program["content"] == row["files"]["solution.py"].strip()
-    assert nothing["content"] == "(succeeded)"
-
-
 def test_mini_swe_agent_asks_again_for_a_reply_without_a_command(mini_swe_agent):
-    """It leaves the reply out of its history. Both sequences are trained."""
+    """It leaves the reply out of its history. Both sequences are trained; all later requests
+    extend the second one.
+    """
     env, row = mini_swe_agent
     replies = ["Hm.", *agent_commands(mend_return(row["right"]), END)]
     trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 4)
