@@ -540,18 +540,6 @@ def test_the_config_of_an_older_run_is_read_without_sections_that_had_no_effect(
     assert keys[0] == [] and len(keys[1]) == 1
 
 
-def test_the_answers_of_its_model_are_scored_by_an_evaluation_of_ppo(become_ppo, train, run):
-    """What answers for the generation tests that SFT and DPO had."""
-    words = [f"actor.model_name={run / 'model'}", "data.test_path=rows.jsonl"]
-    words += ["trainer.eval_only=true", "trainer.experiment_name=evaluated"]
-    status, output = train(*words, "rollout.env_path=env.py", main=ppo.main)
-    assert status == 0, output
-    [metrics] = read_metrics(run.with_name("evaluated"))
-    records = read_jsonl(run.with_name("evaluated") / "rollouts/test/step_0.jsonl")
-    assert len(records) == 8
-    assert metrics["test/reward/mean"] == sum(record["reward"] for record in records) / 8
-
-
 def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
     """It keeps its own newer checkpoints. Another command begins there again."""
     keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1"]
@@ -779,13 +767,6 @@ def test_a_small_file_that_is_damaged_is_named(train, run):
     assert status == 0 and steps(run) == [1]
     for name in ("run.json", "metrics.jsonl", "config.yaml"):
         assert (run / "branches/1" / name).read_text() == f"{name} ["
-
-
-def test_a_line_of_the_metrics_that_a_kill_cut_is_left_out(train, run):
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "actor/lo')
-    status, output = train()
-    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6] and "damaged" not in output
 
 
 def test_leftovers_of_kills_are_swept(train, run, monkeypatch):
