@@ -233,7 +233,6 @@ BY_HAND = {
     "plan",
 }  # half a minute each; test_fused.py and test_memory_plan.py do more
 NEED_MORE = {
-    "flash_attn",
     "quickstart",
     *(name for name in PARTS if name.startswith(("sglang", "vllm"))),
 }

@@ -1,12 +1,11 @@
-"""Compares attention and the head with fp32 references, and attention with flash-attn."""
+"""Compares attention and the head with fp32 references."""
 
 import random
-from functools import partial
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 import torch.nn.functional as F
-from figures import Skip, record
+from figures import record
 from plain_attention import as_pack, layout, reference, restrict
 from tools import DEVICE, DRY, error, seconds
 
@@ -127,8 +126,7 @@ def check_long_document():
 def head():
     """Compares the chunked head with a plain fp32 log-softmax at a real vocabulary size.
 
-    Compares values and gradients. Measures the time and the memory of it and of the usual plain
-    head, whose logits are in bf16.
+    Compares values and gradients.
     """
     rows, width, vocabulary = (64, 32, 1000) if DRY else (4096, 2048, 151936)
     torch.manual_seed(0)
@@ -140,25 +138,9 @@ def head():
         record(**{f"{name}_at_{temperature}": value for name, value in errors.items()})
         assert errors["d_hidden"] < 0.02 and errors["d_weight"] < 0.02, errors
 
-    def chunked_pass():
-        head_scores(HeadInputs(hidden, weight), targets)[0].sum().backward()
 
-    def plain_pass():
-        plain_head(hidden, weight, targets, 1.0, torch.bfloat16)[0].sum().backward()
-
-    for name, function in (("chunked", chunked_pass), ("plain", plain_pass)):
-        hidden.grad = weight.grad = None
-        if not DRY:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        record(**{f"{name}_ms": 1000 * seconds(function, repeats=3, warm=1)})
-        if not DRY:
-            record(**{f"{name}_extra_gib": (torch.cuda.max_memory_allocated() - before) / 2**30})
-
-
-def plain_head(hidden, weight, targets, temperature, dtype=torch.float32):
-    logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+def plain_head(hidden, weight, targets, temperature):
+    logits = hidden.float() @ weight.float().T
     log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -197,40 +179,3 @@ def largest_error(values, expected) -> float:
         f"{TYPICAL_QUANTILE:.0%} of the errors are at most {typical:.2g}, all {largest:.2g}"
     )
     return largest
-
-
-def flash_attn():
-    """Compares our attention with the package flash-attn on the same ragged documents.
-
-    Compares outputs and gradients, and the time of a forward pass.
-    """
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError as problem:
-        raise Skip(f"flash-attn does not import: {problem}") from None
-    heads, groups, size = 16, 8, 128
-    lengths = [300, 1, 77, 4096, 1024]
-    cu = [0, *accumulate(lengths)]
-    torch.manual_seed(0)
-    q, d_out = (torch.randn(cu[-1], heads, size, device=DEVICE).bfloat16() for _ in range(2))
-    k, v = (torch.randn(cu[-1], groups, size, device=DEVICE).bfloat16() for _ in range(2))
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    boundaries = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    longest, scale = max(lengths), size**-0.5
-
-    def theirs():
-        return flash_attn_varlen_func(
-            *inputs, boundaries, boundaries, longest, longest, softmax_scale=scale, causal=True
-        )
-
-    expected_out = theirs()
-    expected = [expected_out, *torch.autograd.grad(expected_out, inputs, d_out)]
-    record(flash_attn_ms=1000 * seconds(theirs))
-    block = Block(cu, cu, True)
-    out, lse = forward_block(q, k, v, block, scale)
-    gradients = backward_block(d_out, q, k, v, out, lse, block, scale)
-    errors = {}
-    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *gradients), expected, strict=True):
-        errors[name] = error(x, y)
-    record(**errors, ours_ms=1000 * seconds(partial(forward_block, q, k, v, block, scale)))
-    assert max(errors.values()) < 0.01, errors

@@ -24,7 +24,6 @@ PARTS = {
     "offload": Part("training.py", 50, ("device",)),
     "resume": Part("training.py", 80, ("device",)),
     "head": Part("operators.py", 40, ("device",)),
-    "flash_attn": Part("operators.py", 30, ("device",)),
     "utilisation_8k": Part("training.py", 80, ("device",), "utilisation", (8192, 4)),
     "sglang_facts": Part("machine.py", 30, ("facts",)),
     "sglang_contract": Part("engines.py", 250, ("device", "sglang_facts")),
