@@ -398,14 +398,3 @@ def measure_throughput(engine, name):
     best = {name: max(values[1:]) for name, values in rates.items()}
     record(**{f"{name}_tokens_per_second": value for name, value in best.items()})
     goal("rollout_of_offline", best["rollout"] / best["offline"], 0.95)
-
-
-def local_throughput():
-    """Measures the sampled tokens per second of the local engine, which uses no CUDA graphs."""
-    slots, length = (8, 16) if DRY else (256, 128)
-    device, name = init_distributed(), make_model("qwen3-1.7b")
-    engine = start_local(name, device, slots)
-    prompts = make_prompts(1000, slots, 200)
-    time_each = seconds(lambda: play(engine, prompts, max_new_tokens=length), 2, 1)
-    record(tokens_per_second=slots * length / time_each)
-    engine.close()

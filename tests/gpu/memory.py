@@ -1,9 +1,8 @@
-"""Measures the memory of training on one GPU, beside what the memory plan says."""
+"""Compares the memory of training on one GPU with what the memory plan says."""
 
 import gc
 import multiprocessing
 import os
-import time
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
@@ -12,14 +11,8 @@ import torch.distributed as dist
 from figures import Steps, record
 from tools import (
     DRY,
-    allocated_gib,
-    make_batch,
     make_model,
-    peak_gib,
-    policy_loss,
     reset_peak,
-    synchronize,
-    worker_config,
 )
 
 from rl2.config.parse import parse
@@ -27,7 +20,6 @@ from rl2.config.schema import PPOConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.tools.plan import Plan, predict, run_phases
 from rl2.tools.planned_device import MemoryTracker
-from rl2.worker import Worker
 
 OFFLOADS = ("actor.offload_model=true", "actor.offload_optimizer=true")
 PLANNED = {  # keys of GRPO with a reference model
@@ -102,50 +94,3 @@ def measure_phases(config):
             return run_phases(config, memory, device)
     finally:
         dist.destroy_process_group()
-
-
-def memory_7b():
-    """Measures the memory and time of an update of a 7B model with model and optimizer offloaded.
-
-    The weights are then read as for a sync. docs/gpus.md has these figures.
-    """
-    length = 64 if DRY else 8192
-    name = make_model("qwen2.5-7b")
-    device = init_distributed()
-    config = worker_config(
-        name,
-        gradient_checkpointing=True,
-        max_length_per_device=length,
-        share_prompts=False,
-        offload_model=True,
-        offload_optimizer=True,
-    )
-    actor = Worker(config, device, num_updates=10)
-    # Two sequences, each of which fills a micro-batch.
-    prompt = length // 8
-    vocabulary = actor.model.hf.config.vocab_size
-    batch = make_batch(vocabulary, 2, 1, prompt, length - prompt, seed=1)
-    num_parameters = sum(parameter.numel() for parameter in actor.model.parameters())
-    record(parameters=f"{num_parameters / 1e9:.2f}e9")
-
-    def read_weights():
-        for _ in actor.iter_full_weights(actor.dtype):
-            pass
-
-    phases = {
-        "infer": lambda: actor.infer(batch),
-        "first_update": lambda: actor.update(batch, policy_loss),
-        "update": lambda: actor.update(batch, policy_loss),
-        "sync": read_weights,
-    }
-    peaks = {}
-    for phase, run in phases.items():
-        record(**{f"idle_before_{phase}_gib": allocated_gib()})
-        reset_peak()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        peaks[phase] = peak_gib()
-        record(**{f"{phase}_seconds": time.perf_counter() - start, f"{phase}_gib": peaks[phase]})
-    assert DRY or max(peaks.values()) < 74, "it would not fit into 80 GB beside a sleeping engine"
-    assert DRY or peaks["sync"] < 8, "a sync needs more than an engine that is awake leaves"
