@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 
+import psutil
 import torch
 from common import make_tokenizer
 from parity import make_batch, policy_loss
@@ -59,11 +60,11 @@ def play(engine, prompts, seeds=None, **params):
     return engine.run(generate_all())
 
 
-def make_prompts(count, longest=90):
+def make_prompts(count, longest=90, vocabulary=98):
     """Random prompts of 1 to `longest` tokens, always the same."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
 def serve(engine, times):
@@ -74,8 +75,9 @@ def serve(engine, times):
 
 def plain_logps(model, prompt, tokens, temperature):
     """Returns the log-probabilities [tokens] of `tokens` after `prompt` by one plain forward."""
+    inputs = torch.tensor([prompt + tokens], device=next(model.parameters()).device)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        logits = model(inputs).logits[0, len(prompt) - 1 : -1].float().cpu()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -126,6 +128,13 @@ def check_logps(generations, prompts, model, temperature):
     for prompt, out in zip(prompts, generations, strict=False):
         expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
+
+
+def check_no_process_left(others: set[int]) -> None:
+    """Checks that this process has no children but `others`, by their ids."""
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in others]
+    left = [" ".join(c.cmdline())[:80] for c in left if "resource_tracker" not in str(c.cmdline())]
+    assert not left, f"processes of the engine are left: {left}"
 
 
 def full_weights(actor):
@@ -179,16 +188,21 @@ def check_sampling(engine, prompts, model):
     stop_ids = tuple(range(2, 50))
     generations = play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stop_ids)
     assert not generations or {out.finish_reason for out in generations} >= {"stop"}
-    for out in generations:
-        stops = [token in stop_ids for token in out.tokens]
-        assert not any(stops[:-1]) and stops[-1] == (out.finish_reason == "stop"), (
-            "the stop token ends it, and is kept"
-        )
+    check_stop_tokens(generations, stop_ids)
     group = play(engine, [prompts[2]] * 6, max_new_tokens=20)
     assert not group or len({tuple(out.tokens) for out in group}) == 6, (
         "the samples of a group are the same"
     )
     return greedy
+
+
+def check_stop_tokens(generations, stop_ids):
+    """Checks that a stop token ends an answer and is its last token."""
+    for out in generations:
+        stops = [token in stop_ids for token in out.tokens]
+        assert not any(stops[:-1]) and stops[-1] == (out.finish_reason == "stop"), (
+            "the stop token ends it, and is kept"
+        )
 
 
 def check_abort(engine, prompts, model):

@@ -9,7 +9,7 @@ import time
 import psutil
 import torch
 import torch.distributed as dist
-from engine_contract import check_contract, check_signatures
+from engine_contract import check_contract, check_no_process_left, check_signatures
 from parity import worker_config
 
 from rl2.engine.base import EngineSettings
@@ -29,12 +29,6 @@ def close_slowly(engine):
     psutil.wait_procs = wait_slowly
     engine.close()
     psutil.wait_procs = wait
-
-
-def check_no_process_left(others):
-    children = psutil.Process().children(recursive=True)
-    left = {child.pid for child in children if "resource_tracker" not in str(child.cmdline())}
-    assert not left - others, "processes of the engine are left"
 
 
 def main(name, tp_size, actor_tp_size):
