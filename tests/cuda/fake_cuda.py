@@ -41,6 +41,9 @@ from rl2.model import fused
 from rl2.worker import Worker
 
 aten = torch.ops.aten
+SLACK_BYTES = 2**14  # what the allocator rounds up
+# The host reads the sums of the metrics, the norm of the gradient and the visible update.
+WAITS_OF_AN_UPDATE = 3
 
 
 class FakeGpu:

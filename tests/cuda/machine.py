@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -183,8 +183,3 @@ def machine(
         text = {name: str(value) for name, value in environment.items()}
         stack.enter_context(mock.patch.dict("os.environ", text))
         yield
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no data. A DTensor is as its local part."""
-    return isinstance(getattr(tensor, "_local_tensor", tensor), FakeTensor)

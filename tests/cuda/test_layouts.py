@@ -4,12 +4,19 @@ pass without a gradient, updates, weights for an engine, a checkpoint written an
 
 import gc
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import fake_cuda, optimizer_devices, policy_loss, value_loss, weight_bytes
+from fake_cuda import (
+    SLACK_BYTES,
+    WAITS_OF_AN_UPDATE,
+    fake_cuda,
+    optimizer_devices,
+    policy_loss,
+    value_loss,
+    weight_bytes,
+)
 from shapes import make_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -58,10 +65,6 @@ OFFLOADED = {
     "offload_critic": Role({"offload_model": True, "offload_optimizer": True}, critic=True),
 }
 TOKENS = 512
-# Passes without a gradient and weights leave nothing behind but what the allocator rounds up.
-SLACK_BYTES = 2**14
-# The host reads the sums of the metrics, the norm of the gradient and the visible update.
-WAITS_OF_AN_UPDATE = 3
 
 
 def whole_weights(role: Role) -> dict[str, tuple[int, ...]]:
@@ -111,25 +114,18 @@ def check_update(gpu, worker, batch, is_critic) -> int:
     return phase.end_bytes
 
 
-in_layouts = partial(
-    pytest.mark.parametrize,
+@pytest.mark.parametrize(
     "world, keys",
     LAYOUTS + FURTHER_LAYOUTS,
     ids=lambda value: str(value).replace("'", "").replace(" ", ""),
 )
-
-
-@in_layouts()
-def test_a_worker_lives(world, keys):
-    live_all(world, keys, ROLES if (world, keys) in LAYOUTS else ["actor"], ROLES)
-
-
-@in_layouts()
-def test_a_worker_in_host_memory_lives(world, keys):
-    live_all(world, keys, OFFLOADED if (world, keys) in LAYOUTS else ["offload_both"], OFFLOADED)
-
-
-def live_all(world, keys, names, roles) -> None:
+@pytest.mark.parametrize(
+    "roles, role_of_all",
+    [(ROLES, "actor"), (OFFLOADED, "offload_both")],
+    ids=["on the GPU", "in host memory"],
+)
+def test_a_worker_lives(world, keys, roles, role_of_all):
+    names = roles if (world, keys) in LAYOUTS else [role_of_all]
     with fake_cuda(world, rank=world - 1) as gpu:
         for name in names:
             live(gpu, roles[name], keys)

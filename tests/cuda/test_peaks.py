@@ -13,14 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import fake_cuda, policy_loss
+from fake_cuda import WAITS_OF_AN_UPDATE, fake_cuda, policy_loss
 from tracker import Phase
 
 from rl2.worker import Worker
 
 TOLERANCE = 0.02
-# The host reads the sums of the metrics, the norm of the gradient and the visible update.
-WAITS_OF_AN_UPDATE = 3
 
 
 @dataclass
