@@ -145,7 +145,10 @@ def test_the_text_of_a_model_with_a_tower(tmp_path, engine_of):
 
 
 def test_a_run_trains_experts(tmp_path):
-    """All weights are compared in every step; each rank of the engine has a part of each expert."""
+    """All weights are compared in every step; each rank of the engine has a part of each expert.
+
+    Both ranks evaluate too.
+    """
     sizes = {**VLLM_SIZES, **FAMILIES["qwen3_moe"]}
     name = make_model(tmp_path / "qwen3_moe", "qwen3_moe", tied=False, **sizes)
     torchrun(
@@ -154,9 +157,10 @@ def test_a_run_trains_experts(tmp_path):
         "rollout.engine=vllm",
         "rollout.tp_size=2",
         "rollout.check_weights=true",
+        f"data.test_path={tmp_path / 'train.jsonl'}",
         "trainer.max_steps=3",
         f"trainer.save_dir={tmp_path / 'run'}",
     )
     lines = read_metrics(tmp_path / "run")
-    assert len(lines) == 3
-    assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
+    assert lines[-1]["step"] == 3 and "test/reward/mean" in lines[-1]
+    assert all((line.get("actor/mismatch_logp_difference") or 0) < 1e-4 for line in lines)
