@@ -79,43 +79,6 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
-def test_a_step_of_adamw_equals_peft_by_hand(make):
-    """The test makes two steps, because A has no gradient in the first one, where B is 0."""
-    worker, batch = make(lora_targets=["q_proj", "v_proj"]), make_batch()
-    model = AutoModelForCausalLM.from_pretrained(worker.config.model_name, dtype=torch.float32)
-    model = get_peft_model(
-        model, LoraConfig(r=3, lora_alpha=64, target_modules=["q_proj", "v_proj"])
-    )
-    plain = {
-        f"hf.{key.removeprefix('base_model.model.')}": p
-        for key, p in model.named_parameters()
-        if p.requires_grad
-    }
-    assert plain.keys() == worker.trained_parameters.keys()
-    for key, p in plain.items():
-        p.data.copy_(worker.trained_parameters[key].detach().full_tensor())
-    worker.reference().infer(batch)  # afterwards the adapters must be active again at their scale
-    optimizer = torch.optim.AdamW(plain.values(), lr=1e-2, weight_decay=0.0)
-    for _ in range(2):
-        worker.update(batch, policy_loss, with_entropy=True)
-        log_p = model(batch.inputs).logits.log_softmax(-1)
-        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
-        loss, _ = policy_loss(
-            batch, TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.values(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        for key, p in plain.items():
-            torch.testing.assert_close(
-                worker.trained_parameters[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key
-            )
-    merged = dict(model.merge_and_unload().named_parameters())
-    for key, weight in worker.iter_full_weights(torch.float32):
-        torch.testing.assert_close(weight, merged[key], rtol=0, atol=5e-4, msg=key)
-
-
 def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
     assert (
