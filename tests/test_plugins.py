@@ -13,7 +13,6 @@ from common import (
     ROOT,
     advantage_inputs,
     launch,
-    launch_runs,
     make_model,
     policy_inputs,
     preference_inputs,
@@ -138,50 +137,21 @@ def test_a_loss_of_ages_by_hand():
     assert metrics["age"].equal(ages)
 
 
-def test_turns_and_ages_in_every_layout(tmp_path):
-    """Turns of a trained conversation, and ages by the name of a parameter."""
-    data = tmp_path / "rows.jsonl"
-    rows = [{"messages": [message("user", text)]} for text in ("ab", "cd")]
-    write_jsonl(data, rows)
-    (tmp_path / "env.py").write_text(TURNS_ENV)
-    (tmp_path / "mine.py").write_text(
-        "def loss(logps, advantages, ages): return -advantages * logps, {'age': ages}\n"
-    )
-    arguments = [
-        "ppo",
-        f"data.path={data}",
-        f"actor.model_name={make_model(tmp_path / 'tiny')}",
-        f"rollout.env_path={tmp_path}/env.py",
+def test_turns_and_ages_in_a_run(tmp_path):
+    line = train(
+        ["-m", "rl2.trainer.ppo"],
+        tmp_path,
+        [{"messages": [message("user", text)]} for text in ("ab", "cd")],
+        f"rollout.env_path={PLUGINS}/environment.py",
         f"adv.estimator={PLUGINS}/turns_and_ages.py:turn_credit",
-        f"actor.loss={tmp_path}/mine.py:loss",
+        f"actor.loss={PLUGINS}/turns_and_ages.py:aged",
         "rollout.max_turns=2",
         "data.prompts_per_rollout=2",
         "data.responses_per_prompt=4",
-        "rollout.train_sampling_params.max_new_tokens=4",
-        f"rollout.train_sampling_params.stop_token_ids={list(range(5, 50))}".replace(" ", ""),
-        "trainer.max_steps=2",
-        "actor.dtype=float32",
-        "actor.lr=0.01",
-    ]
-    layouts = {"fsdp": [], "sp": ["actor.sp_size=2"], "tp": ["actor.tp_size=2"]}
-    runs = [[*arguments, *keys, f"trainer.save_dir={tmp_path / n}"] for n, keys in layouts.items()]
-    launch_runs(2, runs)
-    expected, *others = [read_metrics(tmp_path / name) for name in layouts]
-    assert all(line["rollout/turns"] > 1 and line["actor/age"] == 0 for line in expected)
-    for line, *lines in zip(expected, *others, strict=True):
-        for other in lines:
-            for key in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/age"):
-                assert other[key] == pytest.approx(line[key], rel=1e-3, abs=1e-5), key
+        "rollout.train_sampling_params.max_new_tokens=8",
+    )
+    assert line["actor/age"] == 0
 
-
-TURNS_ENV = """
-def interact(messages):
-    reward = float(len(messages[-1]["content"]))
-    return {"messages": [{"role": "user", "content": "go on"}], "reward": reward}
-
-def reward_fn(messages):
-    return float(sum(map(str.isalpha, messages[-1]["content"])))
-"""
 
 PARTS_ENV = """
 def reward_fn(messages):
