@@ -104,16 +104,6 @@ def test_unpack_inverts_pack(seed, share):
     assert torch.equal(scores.grad, torch.ones_like(scores))
 
 
-def test_shared_prompt_by_hand():
-    first = Sample([1, 2, 3, 4], [0, 0, 1, 1], [0] * 4, [0] * 4, 0, 0)
-    second = Sample([1, 2, 5], [0, 0, 1], [0] * 3, [0] * 3, 0, 1)
-    packed = pack(collate([first, second]))
-    assert packed.tokens.tolist() == [[1, 2, 3]] and packed.cu_seqlens == [0, 2, 3]
-    assert packed.prefixes == [(1, 2, 0)]
-    pairs = zip(packed.hidden_index.tolist(), packed.targets.tolist(), strict=True)
-    assert list(pairs) == [(1, 3), (2, 4), (1, 5)]
-
-
 def test_a_row_that_shares_no_prompt_is_one_segment():
     """The rows of a batch of SFT are all such rows: the sharing of prompts costs them nothing."""
     lengths = [(3, 4, 0), (3, 4, 1), (2, 5, 2), (2, 3, 2), (4, 2, 3)]
