@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
 from common import VLLM_SIZES, letter_run, make_model, make_tokenizer, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_abort, check_stop_strings, play  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from test_lora import save_with_peft  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from workers import PROMPTS, answer, gap, make_worker, send, update  # noqa: E402
 
@@ -167,24 +167,12 @@ def test_answers_with_adapters_stop_and_are_aborted(tied, engine_of):
         play(engine, [[5]], max_new_tokens=1)
 
 
-def save_with_peft(folder, name, **settings):
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(**settings))
-    for key, parameter in model.named_parameters():
-        if ".lora_B" in key:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 def test_adapters_of_a_folder(tied, engine_of, tmp_path):
     """With other ranks and scales in single layers: from the start, and trained further."""
     patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 3}}
-    folder = save_with_peft(
-        tmp_path / "adapter", tied, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns
-    )
-    worker = make_adapted(tied, adapter=folder, lora_rank=2)
+    folder = tmp_path / "adapter"
+    save_with_peft(folder, tied, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns)
+    worker = make_adapted(tied, adapter=str(folder), lora_rank=2)
     engine = engine_of(worker)
     assert engine.version == 0
     start = answer(engine)
@@ -234,7 +222,8 @@ def test_a_run_trains_adapters_and_resumes(tied, tmp_path):
 
 def test_evaluations_of_adapters(tied, tmp_path):
     """Those of a folder, without training; and before training, where B = 0 changes nothing."""
-    folder = save_with_peft(tmp_path / "adapter", tied, r=4, target_modules=["q_proj", "up_proj"])
+    folder = tmp_path / "adapter"
+    save_with_peft(folder, tied, r=4, target_modules=["q_proj", "up_proj"])
     common = [
         *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, tied)],
         f"data.test_path={tmp_path / 'train.jsonl'}",
