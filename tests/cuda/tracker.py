@@ -58,12 +58,10 @@ class Phase:
     """What a part of the run did on this rank. `host_...` are bytes of tensors in host memory."""
 
     start_bytes: int  # alive when it began
-    host_start_bytes: int
     peak_bytes: int = 0
     host_peak_bytes: int = 0
     end_bytes: int = 0
     host_end_bytes: int = 0
-    ops: int = 0  # operators on the device
     copies: Counter = field(default_factory=Counter)  # number by direction: "to device" | "to host"
     copied_bytes: Counter = field(default_factory=Counter)  # by direction
     side_stream_bytes: Counter = field(default_factory=Counter)  # of them, not on the main stream
@@ -127,7 +125,7 @@ class Tracker(TorchDispatchMode):
         device, host = self.memory["cuda"], self.memory["cpu"]
         outer_peaks = device.peak, host.peak
         device.peak, host.peak = device.now, host.now
-        phase = Phase(device.now, host.now)
+        phase = Phase(device.now)
         self.phases.append(phase)
         try:
             yield phase
@@ -239,7 +237,6 @@ class Tracker(TorchDispatchMode):
         if "cuda" not in devices:
             return
         for phase in self.phases:
-            phase.ops += 1
             if func.namespace in ("c10d", "_c10d_functional"):
                 phase.collectives[func._opname] += 1
         name = func._opname
