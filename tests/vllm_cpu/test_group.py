@@ -8,7 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import letter_run, torchrun  # noqa: E402
+from common import torchrun  # noqa: E402
+from engine_runs import command  # noqa: E402
 
 HERE = Path(__file__).parent
 SECONDS_TO_END = 60  # after the first process has failed
@@ -51,19 +52,10 @@ def test_a_rank_that_draws_other_tokens_ends_the_job(tied):
     assert "this rank has drawn other tokens than the first rank" in done.stderr
 
 
-def arguments(tmp_path, model, *words):
-    return [
-        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, model)],
-        "rollout.engine=vllm",
-        "trainer.max_steps=3",
-        *words,
-    ]
-
-
 @pytest.mark.parametrize("fail", ["raise ValueError('no reward')", "os._exit(3)"])
 def test_an_environment_that_fails_ends_both_ranks(tmp_path, tied, fail):
-    command = arguments(tmp_path, tied, "rollout.tp_size=2")
+    words = [*command(tmp_path, tied, "vllm"), "rollout.tp_size=2", "trainer.max_steps=3"]
     (tmp_path / "env.py").write_text(FAILING_ENV.format(fail=fail))
-    done = torchrun(2, *command, f"trainer.save_dir={tmp_path / 'run'}", check=False)
+    done = torchrun(2, *words, f"trainer.save_dir={tmp_path / 'run'}", check=False)
     check_end(done)
     assert "exit" in fail or "rollout.max_env_failures" in done.stderr

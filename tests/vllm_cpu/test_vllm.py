@@ -1,6 +1,5 @@
 """Tests the real vLLM on a CPU: contract, equal answers, wrong weights, whole runs."""
 
-import json
 import os
 import random
 import sys
@@ -12,8 +11,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import VLLM_SIZES, WINDOWED, letter_run, make_model, read_metrics, torchrun  # noqa: E402
+from common import VLLM_SIZES, WINDOWED, make_model, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_logps, check_refused, make_prompts, play  # noqa: E402
+from engine_runs import (  # noqa: E402
+    check_evaluation,
+    check_failed_start,
+    check_partial_rollouts,
+    command,
+    learn,
+)
 from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 
@@ -246,34 +252,16 @@ def test_a_cache_that_is_small_limits_the_length(tied, make_engine, capsys):
     check_refused(engine, [5] * 300, f"exceeds {engine.max_length}", max_new_tokens=3)
 
 
-def arguments(tmp_path, model):
-    return ["-m", "rl2.trainer.ppo", *letter_run(tmp_path, model)]
-
-
 def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
-    rewards = {}
-    for engine in ("local", "vllm"):
-        command = [
-            *arguments(tmp_path, tied),
-            f"rollout.engine={engine}",
-            "actor.correction=none",
-            f"trainer.save_dir={tmp_path / engine}",
-        ]
-        torchrun(2, *command)
-        lines = read_metrics(tmp_path / engine)
-        assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
-        rewards[engine] = [line["reward/mean"] for line in lines]
-    for means in rewards.values():
-        assert means[0] < 0.25 and sum(means[-3:]) / 3 > 0.6
+    engines = ("local", "vllm")
+    local, vllm = (learn(tmp_path, tied, name, "actor.correction=none") for name in engines)
     # Rounding may move a draw, and what follows it has another context.
-    assert rewards["vllm"] == pytest.approx(rewards["local"], abs=0.05)
+    assert vllm == pytest.approx(local, abs=0.05)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied, tp_size):
-    command = [
-        *arguments(tmp_path, tied),
-        "rollout.engine=vllm",
+    words = [
         f"rollout.num_processes={tp_size}",
         f"rollout.tp_size={tp_size}",
         "rollout.max_staleness=2",
@@ -281,61 +269,20 @@ def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied, tp_size):
         "trainer.max_steps=5",
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
-    torchrun(1 + tp_size, *command)
+    torchrun(1 + tp_size, *command(tmp_path, tied, "vllm"), *words)
     lines = read_metrics(tmp_path / "run")
     assert [line["rollout/staleness"] for line in lines] == [0, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_run_with_partial_rollouts(tmp_path, tied, tp_size):
-    command = [
-        *arguments(tmp_path, tied),
-        "rollout.engine=vllm",
-        f"rollout.tp_size={tp_size}",
-        "rollout.partial=true",
-        "rollout.max_running=12",
-        "trainer.max_steps=6",
-        "rollout.check_weights=true",
-        "rollout.train_sampling_params.max_new_tokens=24",
-        "rollout.train_sampling_params.stop=[q]",
-        f"trainer.save_dir={tmp_path / 'run'}",
-    ]
-    torchrun(2, *command)
-    lines = read_metrics(tmp_path / "run")
-    assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
-    records = [
-        json.loads(line)
-        for path in (tmp_path / "run/rollouts/train").iterdir()
-        for line in path.read_text().splitlines()
-    ]
-    assert len(records) == 6 * 32
-    replies = [(r["messages"][-1]["content"], r["finish_reason"]) for r in records]
-    stopped = [(reply, reason) for reply, reason in replies if "q" in reply]
-    assert len(stopped) > 5 and all(reason == "stop" for _, reason in stopped)
-    assert all(reply.index("q") == len(reply) - 1 for reply, _ in stopped)
+    check_partial_rollouts(tmp_path, tied, "vllm", f"rollout.tp_size={tp_size}")
 
 
 def test_an_evaluation_without_training(tmp_path, tied):
-    """No weights are sent: vLLM answers with those that it has loaded itself."""
-    command = [
-        *arguments(tmp_path, tied),
-        f"data.test_path={tmp_path / 'train.jsonl'}",
-        "rollout.engine=vllm",
-        "trainer.eval_only=true",
-        f"trainer.save_dir={tmp_path / 'run'}",
-    ]
-    torchrun(1, *command)
-    (metrics,) = read_metrics(tmp_path / "run")
-    assert 0 <= metrics["test/reward/mean"] <= 1
+    check_evaluation(tmp_path, tied, "vllm")
 
 
 def test_a_start_that_fails_says_why(tmp_path, tied):
-    command = [
-        *arguments(tmp_path, tied),
-        "rollout.engine=vllm",
-        "rollout.engine_args.kv_cache_dtype=nonsense",
-        f"trainer.save_dir={tmp_path / 'run'}",
-    ]
-    done = torchrun(1, *command, check=False)
-    assert done.returncode != 0
-    assert "vLLM did not start" in done.stderr and "nonsense" in done.stderr
+    done = check_failed_start(tmp_path, tied, "vllm", "vLLM", "kv_cache_dtype")
+    assert "nonsense" in done.stderr
