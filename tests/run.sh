@@ -17,6 +17,6 @@ options="-x -q --durations=15"
 # Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: a file that
 # is named twice runs where it is named first. A process that crashes ends the tests: xdist would start another one, go on in
 # spite of -x, and hang at the end.
-others=$(ls tests/test_*.py | grep -vE '(env_command|faults|fused|gpu|memory_plan)\.py')
+others=$(ls tests/test_*.py | grep -vE '(compile|env_command|faults|gpu|memory_plan)\.py')
 python -m pytest $options -m "not nightly" -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
     tests/test_{trainer,worker,examples,replay,exact,run_folder,sandbox,checkpoint,engine,endpoint,ready_envs,windows,api}.py $others "$@"

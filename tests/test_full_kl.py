@@ -1,15 +1,11 @@
 """Compares KL(policy || teacher) over the whole vocabulary with plain log-softmax."""
 
-from functools import partial
-
 import pytest
 import torch
 from common import launch, make_model
 from parity import LAYOUTS, LEARNING_RATE, MAX_GRAD_NORM, make_batch
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
-from rl2.model import fused
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
 from rl2.model.full_kl import full_kl
@@ -100,18 +96,6 @@ def test_extreme_logits_stay_finite():
     kl = kl_of((1e3 * hidden, weight, far), 1.0)
     assert kl.isfinite().all() and (kl >= 0).all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(kl.sum(), (hidden, weight)))
-
-
-def test_a_compiled_kl_is_the_same(monkeypatch):
-    fused.compiled.cache_clear()  # compiled functions are kept as long as the process lives
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * NUM_PAIRS)
-    heads = make_heads()
-    check(kl_of(heads, 0.7, compile=True), heads, 0.7, all_tokens())
-    assert backend.frame_count == 2
-    fused.compiled.cache_clear()
 
 
 def test_no_logits_of_all_tokens_are_kept(monkeypatch):

@@ -200,7 +200,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 BY_HAND = {
     "variants_8k",
     "plan",
-}  # half a minute each; test_fused.py and test_memory_plan.py do more
+}  # half a minute each; test_compile.py and test_memory_plan.py do more
 NEED_MORE = {
     "quickstart",
     *(name for name in PARTS if name.startswith(("sglang", "vllm"))),

@@ -227,8 +227,8 @@ class ModelConfig:
     )
     compile: bool = key(
         False,
-        "compile the elementwise parts of layers and head with torch.compile; the same results up "
-        "to rounding; the first step waits for the compiler",
+        "compile whole layers but for attention with torch.compile; the same results up to "
+        "rounding; the first step waits for the compiler; not with tp_size above 1",
     )
     fsdp_size: NonNegativeInt = key(
         0,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.model.candidates import CandidateMask
-from rl2.model.fused import compiled
 from rl2.model.head import HeadInputs, chunks
 from rl2.model.logits import LogitSettings, cap_slope
 from rl2.parallel.tensor import sum_softmax
@@ -23,7 +22,6 @@ class KLSettings:
     policy: LogitSettings
     teacher: LogitSettings
     group: dist.ProcessGroup | None
-    compile: bool
 
 
 def full_kl(
@@ -31,13 +29,12 @@ def full_kl(
     teacher: HeadInputs,
     *,
     group: dist.ProcessGroup | None = None,
-    compile: bool = False,
     candidates: CandidateMask | None = None,
 ) -> Tensor:
     """KL(policy || teacher) of each pair [P] in fp32, in nats.
 
     With `candidates` both distributions are among these tokens only. The tensors of the policy get
-    a gradient, those of the teacher get none. `group` and `compile` are as in `head_scores`.
+    a gradient, those of the teacher get none. `group` is as in `head_scores`.
 
     Models with the same tokens may pad their vocabularies to different sizes. Then both
     distributions are among the ids that both have; not with `group`, where the parts would not
@@ -53,7 +50,6 @@ def full_kl(
         policy=policy.logit_settings(candidates),
         teacher=teacher.logit_settings(candidates),
         group=group,
-        compile=compile,
     )
     return _FullKL.apply(
         *_first_tokens(policy, num_shared), *_first_tokens(teacher, num_shared), settings
@@ -88,16 +84,11 @@ class _FullKL(torch.autograd.Function):
         ctx.settings = settings
         zeros = torch.zeros(len(hidden), device=hidden.device)
         lowest = zeros - torch.inf
-        # See `_add_chunk`. Each is a tensor of its own: torch.compile would compile again for
-        # arguments that are the same tensor.
-        sums: tuple[Tensor, ...] = tuple(
-            first.clone() for first in (lowest, zeros, zeros, lowest, zeros)
-        )
-        add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
+        sums: tuple[Tensor, ...] = (lowest, zeros, zeros, lowest, zeros)  # see `_add_chunk`
         for columns in chunks(hidden, weight):
             z = settings.policy.compute(hidden, weight, bias, columns)
             y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
-            sums = add_chunk(z, y, *sums)
+            sums = _add_chunk(z, y, *sums)
         top, total, difference, teacher_top, teacher_total = sums
         lse, teacher_lse = total.log() + top, teacher_total.log() + teacher_top
         difference = difference / total
@@ -123,7 +114,6 @@ class _FullKL(torch.autograd.Function):
         hidden, weight, bias, *teacher_head, lse, teacher_lse, kl = ctx.saved_tensors
         teacher_hidden, teacher_weight, teacher_bias = teacher_head
         settings: KLSettings = ctx.settings
-        gradient = compiled(_gradient_of_chunk, 0) if settings.compile else _gradient_of_chunk
         temperature, cap = settings.policy.divisor, settings.policy.cap
         scale = d_kl / temperature
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -132,7 +122,7 @@ class _FullKL(torch.autograd.Function):
         for columns in chunks(hidden, weight):
             z = settings.policy.compute(hidden, weight, bias, columns)
             y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
-            d_logits = gradient(z, y, lse, teacher_lse, kl, scale)
+            d_logits = _gradient_of_chunk(z, y, lse, teacher_lse, kl, scale)
             if cap is not None:
                 d_logits = d_logits * cap_slope(z, temperature, cap)
             d_logits = d_logits.to(hidden.dtype)

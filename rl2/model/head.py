@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rl2.model.candidates import CandidateMask
 from rl2.model.exact_head import exact_scores
-from rl2.model.fused import compiled
 from rl2.model.logits import LogitSettings, cap_slope
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
@@ -50,7 +49,6 @@ class HeadSettings:
     logits: LogitSettings
     with_entropy: bool
     group: dist.ProcessGroup | None
-    compile: bool
     exact: bool
     keeps_logits: bool
     """the backward pass reads the logits of the forward pass instead of computing them again"""
@@ -75,7 +73,6 @@ def head_scores(
     with_entropy: bool = False,
     *,
     group: dist.ProcessGroup | None = None,
-    compile: bool = False,
     exact: bool = False,
     candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -87,23 +84,20 @@ def head_scores(
     becomes cap * tanh(x / cap), before the division.
 
     The entropies are None without `with_entropy`. With `group`, the weight is this process's part
-    of the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits
-    is one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have
-    the bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is
+    of the vocabulary; the parts are in order of rank. With `exact` the log-probabilities have the
+    bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is
     among these tokens only.
     """
     keeps_logits = (
         torch.is_grad_enabled()
         and head.hidden.requires_grad
         and device_kind(head.hidden.device) == "cpu"
-        and not compile  # columns of kept logits have other strides at each length
         and len(head.hidden) * len(head.weight) <= MOST_KEPT_LOGITS
     )
     settings = HeadSettings(
         logits=head.logit_settings(candidates),
         with_entropy=with_entropy,
         group=group,
-        compile=compile,
         exact=exact,
         keeps_logits=keeps_logits,
     )
@@ -160,9 +154,6 @@ class _Head(torch.autograd.Function):
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, bias, targets, lse, entropy, kept = ctx.saved_tensors
         settings = ctx.settings
-        gradient_of_chunk = _gradient_of_chunk
-        if settings.compile:
-            gradient_of_chunk = compiled(_gradient_of_chunk, 0)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
         d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
@@ -173,7 +164,7 @@ class _Head(torch.autograd.Function):
                 products = kept[: len(hidden), columns].float()
             logits = settings.logits.finish(products, columns)
             index, is_here = _targets_within(targets, columns)
-            d_logits = gradient_of_chunk(
+            d_logits = _gradient_of_chunk(
                 logits,
                 lse,
                 entropy,
@@ -184,7 +175,6 @@ class _Head(torch.autograd.Function):
                 settings.logits.divisor,
                 settings.logits.cap,
                 hidden.dtype,
-                settings.compile,
             )
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
@@ -209,7 +199,6 @@ def _scores_by_chunks(
     target_logit = total = torch.zeros(len(hidden), device=hidden.device)
     weighted = torch.zeros_like(total)
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
-    add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
     for columns in chunks(hidden, weight):
         products = settings.logits.products(hidden, weight, bias, columns)
         if kept is not None:
@@ -217,9 +206,7 @@ def _scores_by_chunks(
         logits = settings.logits.finish(products, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-        top, total, weighted = add_chunk(
-            logits, top, total, weighted, settings.with_entropy, settings.compile
-        )
+        top, total, weighted = _add_chunk(logits, top, total, weighted, settings.with_entropy)
     lse = total.log() + top
     mean = weighted / total  # sum p z, the mean logit; 0 without the entropy
     if settings.group:
@@ -228,17 +215,16 @@ def _scores_by_chunks(
     return target_logit - lse, lse, entropy, kept
 
 
-def _add_chunk(logits, top, total, weighted, with_entropy, compile) -> tuple[Tensor, ...]:
+def _add_chunk(logits, top, total, weighted, with_entropy) -> tuple[Tensor, ...]:
     """(top, total, weighted) [P] of the columns so far and of the logits [P, columns].
 
     They are the largest logit, the sum of exp(z - top), and the sum of z exp(z - top), which means
-    nothing without the entropy. Unless the function is compiled the logits may be overwritten.
+    nothing without the entropy. The logits may be overwritten.
     """
     new_top = torch.maximum(top, logits.amax(1))
     scale = (top - new_top).exp()
     # Only the entropy needs the logits again; without it their memory is reused.
-    keeps_logits = with_entropy or compile
-    shifted = logits - new_top[:, None] if keeps_logits else logits.sub_(new_top[:, None])
+    shifted = logits - new_top[:, None] if with_entropy else logits.sub_(new_top[:, None])
     exp = shifted.exp_()
     total = total * scale + exp.sum(1)
     if with_entropy:
@@ -257,27 +243,21 @@ def _gradient_of_chunk(
     temperature,
     cap,
     dtype,
-    compile,
 ) -> Tensor:
     """The gradient of the products [P, columns] of a chunk, from statistics and gradients [P].
 
     `index` [P, 1] is the target's column and `d_target` [P] its gradient, 0 where the target is in
-    another chunk. `entropy` is None where no loss reads it. Unless the function is compiled the
-    logits are overwritten.
+    another chunk. `entropy` is None where no loss reads it. The logits are overwritten.
     """
     slope = None if cap is None else cap_slope(logits, temperature, cap)
-    log_p = logits - lse[:, None] if compile else logits.sub_(lse[:, None])
+    log_p = logits.sub_(lse[:, None])
     if entropy is None:
         d_logits = log_p.exp_().mul_(-d_logps[:, None])
     else:  # -p (d_logps + d_entropy (log p + H))
         p = log_p.exp()
         scale = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
         d_logits = p.mul_(scale).neg_()
-    if compile:  # what a compiled function scatters needs two kernels more
-        is_target = torch.arange(logits.shape[1], device=logits.device) == index
-        d_logits = d_logits + is_target * d_target[:, None]
-    else:
-        d_logits.scatter_add_(1, index, d_target[:, None])
+    d_logits.scatter_add_(1, index, d_target[:, None])
     if slope is not None:
         d_logits = d_logits * slope
     # The gradients end in the type of the weights, so their products need no more.

@@ -20,7 +20,7 @@ from transformers.utils.logging import (
 )
 
 from rl2 import progress
-from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
+from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS, leave_attention_uncompiled
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
@@ -73,7 +73,7 @@ def load_model(
     critic: bool = False,
     trainable: bool = False,
     gradient_checkpointing: bool | int = False,  # see `fsdp.shard`
-    compile: bool = False,  # the elementwise parts, see `fuse`
+    compile: bool = False,  # its layers, with torch.compile
     exactness: Exactness = Exactness.OFF,  # bits of the embedded engine's, see `TokenModel`
     lora_settings: LoraSettings | None = None,
     freeze_router: bool = False,
@@ -95,6 +95,13 @@ def load_model(
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
+        if compile:  # torch.compile loses the gradient of an AsyncCollectiveTensor
+            raise ValueError(
+                f"compile=true does not work with tp_size={mesh.tp.size()}: set compile=false or "
+                "tp_size=1"
+            )
+    if compile:
+        leave_attention_uncompiled()
     if device_kind(mesh.device) == "cuda":
         _check_softcap(name, config)
     source.admit(name, config, critic)
@@ -126,13 +133,13 @@ def load_model(
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
         tp_group = mesh.tp.get_group()
+    reachable = _reachable_exactness(exactness, mesh.device, trainable)
     model = TokenModel(
         hf,
         Ring(mesh.sp),
         tp=tp_group,
         head_dtype=head_dtype,
-        compile=compile,
-        exactness=_reachable_exactness(exactness, mesh.device, trainable),
+        exactness=Exactness.OFF if compile else reachable,
         balance=balance,
         routing=routing,
     )
@@ -141,6 +148,7 @@ def load_model(
         mesh,
         compute_dtype if trainable else None,
         gradient_checkpointing,
+        compile=compile,
         recompute_context=keep_attention,
         idle=[tower for _, tower in find_towers(hf)],
     )

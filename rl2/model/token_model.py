@@ -19,7 +19,6 @@ from rl2.batch import Pack
 from rl2.model.balance import LoadBalance
 from rl2.model.exact import Exactness
 from rl2.model.full_kl import full_kl
-from rl2.model.fused import fuse
 from rl2.model.head import HeadInputs, candidate_mask, head_scores, logit_cap, logit_divisor
 from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
@@ -63,7 +62,6 @@ class TokenModel(nn.Module):
         ring: Ring,
         tp: dist.ProcessGroup | None = None,
         head_dtype: torch.dtype = torch.float32,
-        compile: bool = False,
         exactness: Exactness = Exactness.OFF,
         balance: LoadBalance | None = None,
         routing: Routing | None = None,
@@ -78,17 +76,14 @@ class TokenModel(nn.Module):
         self.ring = ring
         self.tp = tp
         self.head_dtype = head_dtype
-        self.compile_head = compile
         self.balance = balance
         self.routing = routing
-        if compile:
-            fuse(hf)
         self.recurrent = RecurrentLayers(hf)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
         self.logit_cap = logit_cap(hf.config)
-        is_whole = ring.size == 1 and tp is None and not compile
+        is_whole = ring.size == 1 and tp is None
         obstacle = self._exactness_obstacle()
         self.exactness = exactness if is_whole and obstacle is None else Exactness.OFF
         if exactness is Exactness.DEMANDED and obstacle is not None:
@@ -132,15 +127,12 @@ class TokenModel(nn.Module):
             pack.targets,
             with_entropy,
             group=self.tp,
-            compile=self.compile_head,
             exact=self.exactness.is_on,
             candidates=candidates,
         )
         scores = TokenScores(logps=logps, entropy=entropy)
         if teacher is not None:
-            scores.teacher_kl = full_kl(
-                head, teacher, group=self.tp, compile=self.compile_head, candidates=candidates
-            )
+            scores.teacher_kl = full_kl(head, teacher, group=self.tp, candidates=candidates)
         return scores
 
     def head_inputs(self, pack: Pack, temperature: float = 1.0) -> HeadInputs:

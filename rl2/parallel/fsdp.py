@@ -20,12 +20,17 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from rl2.parallel.mesh import Mesh
 from rl2.progress import mark, track
 
+# A class of layers is compiled with a gradient and without, for each model of the process, kind of
+# attention, and weights that are trained or frozen. torch gives up after 8.
+MOST_VARIANTS = 64
+
 
 def shard(
     model: Any,
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool | int = False,
+    compile: bool = False,
     recompute_context: Callable[[], Any] | None = None,
     idle: Sequence[nn.Module] = (),
 ) -> None:
@@ -36,8 +41,9 @@ def shard(
 
     `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
     of the first; the backward pass reaches these last, when it has freed what the others kept.
-    `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run: they
-    are sharded by themselves, and never gathered.
+    `compile` compiles the layers, for any number of tokens. `recompute_context` is the `context_fn`
+    of torch's checkpoint. `idle` modules never run: they are sharded by themselves, and never
+    gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -50,12 +56,16 @@ def shard(
     for module in model.hf.modules():
         if type(module).__name__ in layer_classes and module not in never_run:
             layers.append(module)
+    if compile:
+        torch._dynamo.config.recompile_limit = MOST_VARIANTS
     num_recomputed = len(layers) if gradient_checkpointing else 0
     if type(gradient_checkpointing) is int:
         num_recomputed = gradient_checkpointing
     for i, layer in enumerate(layers):
         mark()
         is_recomputed = i < num_recomputed
+        if compile:  # within checkpoint and FSDP's hooks
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if is_recomputed:
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.

@@ -149,7 +149,7 @@ def predict(config: Any, num_gpus: int) -> Plan:
 def plan_layers(config: Any, num_gpus: int, num_layers: int | None = None) -> Plan:
     """Plans models that are cut to `num_layers` layers; None: with all of them.
 
-    Compiled parts are planned as they are written, which needs no compiler and no less memory.
+    Compiled layers are planned as they are written, which needs no compiler and no less memory.
     Weights are not dithered: it takes memory only while they load, and most of the time here.
     """
     config = deepcopy(config)

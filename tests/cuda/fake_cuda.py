@@ -37,7 +37,6 @@ import rl2.model.load
 import rl2.parallel.offload
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
-from rl2.model import fused
 from rl2.worker import Worker
 
 aten = torch.ops.aten
@@ -120,8 +119,6 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
     """A context in which this process is `rank` of `world` processes, each with a fake GPU."""
     tracker = Tracker()
     with contextlib.ExitStack() as stack:
-        _forget_compiled()
-        stack.callback(_forget_compiled)
         enter = stack.enter_context
         folder = Path(enter(TemporaryDirectory()))
         enter(machine(world, rank, int(memory_gib * 2**30), tracker.wait))
@@ -134,12 +131,6 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(tracker)
         yield FakeGpu(world, tracker, folder)
-
-
-def _forget_compiled() -> None:
-    """What is compiled here must not be called elsewhere, nor the other way round."""
-    fused.compiled.cache_clear()
-    fused._with_compiled_rotary.cache_clear()
 
 
 def _answer_number(mode, func, tensor):
