@@ -330,8 +330,8 @@ def test_a_batch_has_thirteen_bytes_a_cell():
 def test_functions_of_the_user_get_columns_of_float32(tmp_path):
     """Sums and products of an int8 mask could wrap."""
     (tmp_path / "mine.py").write_text(
-        "def estimator(rewards, mask): return rewards - (mask * 1000).mean()\n"
-        "def loss(logps, mask): return logps * mask.mean(), {'mask': mask * 1000}\n"
+        "def estimator(x): return x.rewards - (x.mask * 1000).mean()\n"
+        "def loss(x): return x.logps * x.mask.mean(), {'mask': x.mask * 1000}\n"
     )
     config = PPOConfig()
     config.adv.estimator = f"{tmp_path}/mine.py:estimator"

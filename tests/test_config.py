@@ -428,12 +428,16 @@ def test_every_setting_of_a_function_is_used_by_one(root):
 
 OWN_FUNCTIONS = """
 from rl2.algorithms.advantages import Estimator
-def loss(log_ratio, advantages, clip_high):
-    return -log_ratio * advantages, {}
-def estimator(rewards, values, mask, lamda):
-    return rewards - values, rewards
-def group_estimator(rewards, mask, group):
-    return rewards * mask
+from rl2.algorithms.losses import PolicyLoss
+def policy(x):
+    return -x.log_ratio * x.advantages, {}
+loss = PolicyLoss(policy, settings=("clip_high",))
+def critic(x):
+    return x.rewards - x.values, x.rewards
+estimator = Estimator(critic, needs=("rewards", "values"), settings=("lamda",))
+def grouped(x):
+    return x.rewards * x.mask
+group_estimator = Estimator(grouped, needs=("rewards", "group"), settings=())
 def typed(x):
     return x.rewards, x.rewards
 needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))

@@ -18,23 +18,16 @@ from rl2.algorithms.losses import PolicyInputs, PolicyLoss
 def typed(x: PolicyInputs):
     return -x.advantages * x.logps, {'logp': x.logps}
 
+def with_default(x, power=1, **others):
+    return -(x.advantages**power) * x.logps, {'logp': x.logps}
+
 def by_name(logps, advantages):
-    return -advantages * logps, {'logp': logps}
-
-def with_default(logps, advantages, power=1, **others):
-    return -(advantages**power) * logps, {'logp': logps}
-
-def one_name(logps):
-    return -logps, {}
+    return -advantages * logps, {}
 
 declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
-declared_by_name = PolicyLoss(by_name, vanishes_without_advantage=True)
 
 def critic(x: AdvantageInputs):
     return x.rewards - x.values, x.rewards
-
-def critic_by_name(rewards, values, mask, lamda):
-    return (rewards - values) * mask, rewards
 
 estimator = Estimator(critic, needs=("rewards", "values"), settings=())
 text = 'no function'
@@ -59,10 +52,8 @@ def users_file(tmp_path):
     ("function", "settings", "vanishes"),
     [
         ("typed", ALL_CLIPS, False),
-        ("by_name", (), False),
-        ("with_default", (), False),
+        ("with_default", ALL_CLIPS, False),
         ("declared", ("clip",), True),
-        ("declared_by_name", (), True),
     ],
 )
 def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes):
@@ -77,7 +68,6 @@ def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes)
     ("function", "needs", "settings"),
     [
         ("critic", ("rewards",), ("gamma", "lamda", "norm_var")),
-        ("critic_by_name", ("rewards", "values"), ("lamda",)),
         ("estimator", ("rewards", "values"), ()),
     ],
 )
@@ -89,15 +79,11 @@ def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
     assert advantages.equal(rewards - values)
 
 
-def test_one_argument_that_is_an_input_is_that_input(users_file):
-    losses, _ = find_policy_loss(f"{users_file}:one_name").compute(INPUTS)
-    assert losses.equal(-INPUTS.logps)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("custom.py:nothing", "custom.py has no function nothing; it has typed, by_name"),
+        ("custom.py:nothing", "custom.py has no function nothing; it has typed, with_default"),
+        ("custom.py:by_name", "it takes logps, advantages: write a function of one argument x"),
         ("custom.py:text", "has no function text"),
         ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
         ("none.py:f", "no such file none.py"),

@@ -166,68 +166,67 @@ import numpy, torch
 from rl2.algorithms.advantages import Estimator
 from rl2.algorithms.losses import PolicyLoss, UnpairedLoss
 
-def scalar(logps, advantages):
-    return -(logps * advantages).mean(), {}
-def by_row(logps, advantages):
-    return -(logps * advantages).sum(1), {}
-def alone(logps, advantages):
-    return -logps * advantages
-def array(logps, advantages):
-    return (-logps * advantages).detach().numpy(), {}
-def number_metric(logps, advantages):
-    return -logps * advantages, {"logp": logps.mean()}
-def list_of_metrics(logps, advantages):
-    return -logps * advantages, [logps]
-def detached(logps, advantages):
-    return -logps.detach() * advantages, {}
-def nan(logps, advantages):
-    return -logps.log() * advantages, {}
-def root(logps, advantages):
-    return logps.square().sqrt() * advantages, {}
-def wrong_shape(logps, advantages):
-    return -logps * advantages.T, {}
-def nothing(logps, advantages):
-    -logps * advantages
-def taken(logps, advantages):
-    return -logps * advantages, {"loss": logps}
-def with_bonus(logps, advantages):
-    return -logps * advantages - 0.1 * logps, {}
+def scalar(x):
+    return -(x.logps * x.advantages).mean(), {}
+def by_row(x):
+    return -(x.logps * x.advantages).sum(1), {}
+def alone(x):
+    return -x.logps * x.advantages
+def array(x):
+    return (-x.logps * x.advantages).detach().numpy(), {}
+def number_metric(x):
+    return -x.logps * x.advantages, {"logp": x.logps.mean()}
+def list_of_metrics(x):
+    return -x.logps * x.advantages, [x.logps]
+def detached(x):
+    return -x.logps.detach() * x.advantages, {}
+def nan(x):
+    return -x.logps.log() * x.advantages, {}
+def root(x):
+    return x.logps.square().sqrt() * x.advantages, {}
+def wrong_shape(x):
+    return -x.logps * x.advantages.T, {}
+def nothing(x):
+    -x.logps * x.advantages
+def taken(x):
+    return -x.logps * x.advantages, {"loss": x.logps}
+def with_bonus(x):
+    return -x.logps * x.advantages - 0.1 * x.logps, {}
 not_vanishing = PolicyLoss(with_bonus, vanishes_without_advantage=True)
-def misspelt(logps, advantage):
-    return -logps * advantage, {}
-def leaves(logps, advantages):
+def misspelt(x):
+    return -x.logps * x.advantage, {}
+def leaves(x):
     raise SystemExit(0)
-def good(logps, old_logps, advantages, mask):
-    return -(logps - old_logps).exp() * advantages, {"logp": logps, "high": logps > -0.5}
+def good(x):
+    return -(x.logps - x.old_logps).exp() * x.advantages, {"logp": x.logps, "high": x.logps > -0.5}
 
-def by_trajectory(rewards, mask):
-    return rewards.sum(1)
-def as_array(rewards, mask):
-    return (rewards * mask).numpy()
-def divided(rewards, mask, group):
-    totals = rewards.sum(1)
-    stds = torch.stack([totals[group == g].std() for g in group])
-    return (totals / stds - totals / stds)[:, None] * mask
-def no_returns(rewards, values, mask):
-    return rewards - values
-def good_estimator(rewards, mask, group, trajectory):
-    return rewards.sum(1, keepdim=True) * mask
-def good_critic(rewards, values, mask):
-    return rewards - values, rewards
+def by_trajectory(x):
+    return x.rewards.sum(1)
+def as_array(x):
+    return (x.rewards * x.mask).numpy()
+def divided(x):
+    totals = x.rewards.sum(1)
+    stds = torch.stack([totals[x.group == g].std() for g in x.group])
+    return (totals / stds - totals / stds)[:, None] * x.mask
+def differences(x):
+    return x.rewards - x.values
+no_returns = Estimator(differences, needs=("rewards", "values"))
+def good_estimator(x):
+    return x.rewards.sum(1, keepdim=True) * x.mask
 def typed_critic(x):
     return x.rewards - x.values, x.rewards
 declared_critic = Estimator(typed_critic, needs=("rewards", "values"))
 wrong_need = Estimator(typed_critic, needs=("rewards", "value"))
 wrong_setting = Estimator(typed_critic, needs=("rewards", "values"), settings=("clip",))
 
-def summed(margin):
-    return margin.sum()
-def good_pairs(mean_margin, beta):
-    return torch.exp(-beta * mean_margin)
+def summed(x):
+    return x.margin.sum()
+def good_pairs(x):
+    return torch.exp(-x.beta * x.mean_margin)
 
-def labelled(gain, label, beta):
-    return torch.where(label, -1, 1) * torch.tanh(beta * gain)
-good_replies = UnpairedLoss(labelled)
+def labelled(x):
+    return torch.where(x.label, -1, 1) * torch.tanh(x.beta * x.gain)
+good_replies = UnpairedLoss(labelled, needs=("ref_logps",))
 one_loss = UnpairedLoss(lambda x: x.gain.sum())
 no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps",))
 """
@@ -251,14 +250,13 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
         ("ppo", "actor.loss", "nothing", "returned a NoneType"),
         ("ppo", "actor.loss", "taken", "another name for the metric 'loss'"),
         ("ppo", "actor.loss", "leaves", "fails: SystemExit: 0"),
-        ("ppo", "actor.loss", "misspelt", "asks for advantage (did you mean advantages?); there"),
+        ("ppo", "actor.loss", "misspelt", "object has no attribute 'advantage'"),
         ("ppo", "actor.loss", "good", ""),
         ("ppo", "adv.estimator", "by_trajectory", "advantages of shape [4]"),
         ("ppo", "adv.estimator", "as_array", "advantages of type ndarray"),
         ("ppo", "adv.estimator", "divided", "advantages that are not finite"),
         ("ppo", "adv.estimator", "no_returns", "return (advantages, returns)"),
         ("ppo", "adv.estimator", "good_estimator", ""),
-        ("ppo", "adv.estimator", "good_critic", ""),
         ("ppo", "adv.estimator", "typed_critic", "declares Estimator(function, needs=...)"),
         ("ppo", "adv.estimator", "declared_critic", ""),
         ("ppo", "adv.estimator", "wrong_need", "needs value (did you mean values?); there are gr"),
@@ -268,7 +266,7 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
         ("dpo", "dpo.loss", "good_replies", ""),
         ("dpo", "dpo.loss", "one_loss", "losses of shape [] for inputs of shape [3]"),
         ("dpo", "dpo.loss", "no_point", "declares UnpairedLoss(function, needs=...)"),
-        ("dpo", "dpo.loss", "labelled", "it asks for gain, label (did you mean margin?)"),
+        ("dpo", "dpo.loss", "labelled", "object has no attribute 'label'"),
         ("dpo", "dpo.loss", "typed_critic", "fails: AttributeError"),
         ("ppo", "actor.loss", "good_replies", "declared as UnpairedLoss; this key takes PolicyL"),
     ],

@@ -1,23 +1,21 @@
 """Finds the loss or the estimator that a config key such as `actor.loss` names.
 
-It is a name of a table, or `path/to/file.py:function` of the user's: a function, or a declaration
-such as `Estimator(function, needs=("rewards", "values"))`. A function with one parameter that is no
-input gets all inputs, `def loss(x)`. Any other one gets those that its parameters name,
-`def loss(log_ratio, advantages, clip)`, and these names declare its settings and needs.
+It is a name of a table, or `path/to/file.py:function` of the user's: a function of all inputs,
+`def loss(x: PolicyInputs)`, or a declaration such as
+`Estimator(function, needs=("rewards", "values"))`.
 """
 
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, get_args
 
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
-    AdvantageInputs,
     AdvantageSetting,
     Estimator,
     Need,
@@ -32,15 +30,12 @@ from rl2.algorithms.dry_call import (
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
-    PolicyInputs,
     PolicyLoss,
     PolicyNeed,
     PolicySetting,
-    PreferenceInputs,
     PreferenceLoss,
     PreferenceNeed,
     PreferenceSetting,
-    UnpairedInputs,
     UnpairedLoss,
     UnpairedNeed,
     UnpairedSetting,
@@ -50,8 +45,6 @@ from rl2.user_files import describe_failure, import_file
 Declaration = PolicyLoss | Estimator | PreferenceLoss | UnpairedLoss
 Declared = TypeVar("Declared", bound=Declaration)
 DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss, UnpairedLoss)
-# Inputs that need the reference, by other names than that of the need.
-OF_REFERENCE = {"margin", "mean_margin", "chosen_gain", "rejected_gain", "gain"}
 
 
 @dataclass(frozen=True)
@@ -59,50 +52,23 @@ class Kind:
     """A kind of function: those with one type of inputs."""
 
     declaration: type[Declaration]
-    inputs: type[Any]
     settings: tuple[str, ...]  # that a declaration may list
     needs: tuple[str, ...]  # that a declaration may list
     call: Callable[[Any], None]  # the dry call
 
-    @property
-    def input_names(self) -> set[str]:
-        """The names of the inputs, also of those that are computed when they are read."""
-        entries = vars(self.inputs).items()
-        computed = {name for name, value in entries if isinstance(value, cached_property)}
-        return computed | {field.name for field in fields(self.inputs)}
-
-    def declare(self, declared: Declared) -> Declared:
-        """The declaration, by the names of the function's parameters if it asks for inputs by name.
-
-        ValueError for a name that does not exist.
-        """
+    def check(self, declared: Declaration) -> None:
+        """ValueError for names that do not exist, and for a function of several arguments."""
+        _check_names("it declares the settings", declared.settings, self.settings)
+        _check_names("it declares the needs", declared.needs, self.needs)
         parameters = inspect.signature(declared.compute).parameters.values()
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         required = [p.name for p in parameters if p.kind not in optional and p.default is p.empty]
-        if len(required) != 1 or required[0] in self.input_names:
-            _check_names("it asks for", required, self.input_names)
-            names = [p.name for p in parameters if p.name in self.input_names]
-            needed = {"ref_logps" if name in OF_REFERENCE else name for name in names}
-            by_name: dict[str, Any] = {
-                "compute": ByName(declared.compute, names),
-                "settings": tuple(name for name in names if name in self.settings),
-                "needs": tuple(need for need in self.needs if need in needed),
-            }
-            return replace(declared, **by_name)
-        _check_names("it declares the settings", declared.settings, self.settings)
-        _check_names("it declares the needs", declared.needs, self.needs)
-        return declared
-
-
-@dataclass(frozen=True)
-class ByName:
-    """A function of some of the inputs as a function of all of them."""
-
-    function: Callable[..., Any]
-    names: list[str]
-
-    def __call__(self, inputs: Any) -> Any:
-        return self.function(**{name: getattr(inputs, name) for name in self.names})
+        if len(required) != 1:
+            has = ", ".join(required) or "nothing"
+            raise ValueError(
+                f"it takes {has}: write a function of one argument x, which has all inputs, as "
+                "x.mask"
+            )
 
 
 @dataclass(frozen=True)
@@ -149,8 +115,8 @@ class Choices(Generic[Declared]):
             reason = describe_failure(error, _file_of(name))
             if "NoneType" in reason:
                 reason += (
-                    "; an input that takes work is None unless the function asks for it by name, "
-                    f"or the file declares {type(declared).__name__}(function, needs=...)"
+                    "; an input that takes work is None unless the file declares "
+                    f"{type(declared).__name__}(function, needs=...)"
                 )
             yield f"a call with small inputs fails: {reason}"
 
@@ -171,38 +137,27 @@ class Choices(Generic[Declared]):
         if not isinstance(entry, DECLARATIONS):
             declared = self.kinds[0].declaration(entry)
         if not any(isinstance(declared, kind.declaration) for kind in self.kinds):
-            found = type(declared).__name__
+            kind = type(declared).__name__
             expected = " or ".join(kind.declaration.__name__ for kind in self.kinds)
-            raise ValueError(f"{attribute} is declared as {found}; this key takes {expected}")
+            raise ValueError(f"{attribute} is declared as {kind}; this key takes {expected}")
         if not callable(declared.compute):
             own = ", ".join(_functions(module)) or "none"
             raise ValueError(f"{path} has no function {attribute}; it has {own}")
-        named: Declared = self._kind_of(declared).declare(declared)
-        return named
+        self._kind_of(declared).check(declared)
+        found: Declared = declared
+        return found
 
     def _kind_of(self, declared: Declared) -> Kind:
         return next(kind for kind in self.kinds if isinstance(declared, kind.declaration))
 
 
-POLICY_LOSS = Kind(
-    PolicyLoss, PolicyInputs, get_args(PolicySetting), get_args(PolicyNeed), call_policy_loss
-)
-ESTIMATOR = Kind(
-    Estimator, AdvantageInputs, get_args(AdvantageSetting), get_args(Need), call_estimator
-)
+POLICY_LOSS = Kind(PolicyLoss, get_args(PolicySetting), get_args(PolicyNeed), call_policy_loss)
+ESTIMATOR = Kind(Estimator, get_args(AdvantageSetting), get_args(Need), call_estimator)
 PREFERENCE_LOSS = Kind(
-    PreferenceLoss,
-    PreferenceInputs,
-    get_args(PreferenceSetting),
-    get_args(PreferenceNeed),
-    call_preference_loss,
+    PreferenceLoss, get_args(PreferenceSetting), get_args(PreferenceNeed), call_preference_loss
 )
 UNPAIRED_LOSS = Kind(
-    UnpairedLoss,
-    UnpairedInputs,
-    get_args(UnpairedSetting),
-    get_args(UnpairedNeed),
-    call_unpaired_loss,
+    UnpairedLoss, get_args(UnpairedSetting), get_args(UnpairedNeed), call_unpaired_loss
 )
 POLICY_LOSS_CHOICES = Choices("actor.loss", POLICY_LOSSES, (POLICY_LOSS,))
 ESTIMATOR_CHOICES = Choices("adv.estimator", ADVANTAGE_ESTIMATORS, (ESTIMATOR,))
