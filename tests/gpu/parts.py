@@ -1,6 +1,6 @@
 """The parts of tests/gpu: where each one is, how long it may take, and which ones it needs.
 
-They run in this order. calls.py distributes them over the calls to a lent machine.
+They run in this order, so that what a short loan of a machine should tell comes first.
 """
 
 from dataclasses import dataclass

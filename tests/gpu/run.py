@@ -1,7 +1,6 @@
 """Runs each part in its own process; see run.sh."""
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -21,8 +20,6 @@ from parts import PARTS, Part
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SKIPPED = 77  # the exit status of a skipped part
-LEAST = 20  # seconds; no part starts with less time left,
-LEAST_SHARE = 1 / 3  # nor with a smaller share of its limit
 DRY_PATIENCE = 3  # a CPU gets so many times the limit of a part
 SECONDS_TO_END = 10  # for processes that a part leaves
 TAIL_BYTES = 1500  # of a failed part's log, which are printed
@@ -31,7 +28,7 @@ TAIL_BYTES = 1500  # of a failed part's log, which are printed
 @dataclass
 class Outcome:
     name: str
-    result: str  # passed | failed | timed out | skipped | not run
+    result: str  # passed | failed | timed out | skipped
     seconds: float
     figures: dict
     reason: str = ""
@@ -40,37 +37,6 @@ class Outcome:
         figures = ", ".join(f"{key} {value}" for key, value in self.figures.items())
         text = "; ".join(filter(None, (self.reason.replace("|", "/").replace("\n", " "), figures)))
         return f"| {self.name} | {self.result} | {self.seconds:.0f} | {text} |"
-
-
-class Results:
-    """What the parts gave: in this call, and in earlier calls with the same folder and code."""
-
-    def __init__(self, folder: Path):
-        self.file = folder / "outcomes.json"
-        self.code = code_hash()
-        saved = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.by_part = saved.get(self.code, {})
-
-    def add(self, outcome: Outcome) -> None:
-        self.by_part[outcome.name] = outcome.result
-        self.file.write_text(json.dumps({self.code: self.by_part}))
-
-    def missing_need(self, part: Part) -> str:
-        """Why the part would tell nothing; "" if all it needs has passed or was not tried."""
-        for need in part.needs:
-            result = self.by_part.get(need, "passed")
-            if result not in ("passed", "not run"):
-                return f"needs {need}, which {'was ' * (result == 'skipped')}{result}"
-        return ""
-
-
-def code_hash() -> str:
-    """Names the code of rl2 and of its tests: a lent machine may have no git."""
-    digest = hashlib.sha256()
-    for file in sorted([*ROOT.glob("rl2/**/*.py"), *ROOT.glob("tests/**/*.py")]):
-        if not any(name.startswith(".") for name in file.relative_to(ROOT).parts):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:10]
 
 
 def run_part(name: str, part: Part, limit: float, log, forks: bool = False) -> Outcome:
@@ -168,37 +134,33 @@ def run_parts(
     parts: dict[str, Part],
     file: Path,
     header: str,
-    models: Path,
-    budget: float = float("inf"),
     patience: int = 1,
     forks: bool = False,
 ) -> list[Outcome]:
     """Runs all parts and returns their outcomes. A part that fails stops only those that need it.
 
-    `file` receives each outcome as soon as its part ends. `models` is the folder that the calls
-    share. `budget` is the limit for all parts, in seconds. `patience` is a factor on the limit of
+    `file` receives each outcome as soon as its part ends. `patience` is a factor on the limit of
     each part.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "\n| part | result | seconds | |\n|---|---|---|---|\n")
-    ends, outcomes, results = time.monotonic() + budget, [], Results(models)
+    outcomes: list[Outcome] = []
     with open(file.with_suffix(".log"), "w") as log:
         for name, part in parts.items():
-            left = ends - time.monotonic()
             log.write(f"\n===== {name}\n")
             log.flush()
-            if reason := results.missing_need(part):
-                outcome = Outcome(name, "skipped", 0, {}, reason)
-            elif left < max(LEAST, part.limit * LEAST_SHARE):
-                outcome = Outcome(name, "not run", 0, {}, "no time was left")
+            failed = {o.name: o.result for o in outcomes if o.result != "passed"}
+            if need := next((need for need in part.needs if need in failed), None):
+                was = "was " * (failed[need] == "skipped")
+                outcome = Outcome(
+                    name, "skipped", 0, {}, f"needs {need}, which {was}{failed[need]}"
+                )
             else:
                 print(f"{name} ...", flush=True)
-                limit = min(part.limit * patience, left)
-                outcome = run_part(name, part, limit, log, forks)
+                outcome = run_part(name, part, part.limit * patience, log, forks)
             if outcome.result in ("failed", "timed out"):
                 print(_log_end(Path(log.name), name), flush=True)
             outcomes.append(outcome)
-            results.add(outcome)
             print(outcome.row(), flush=True)
             with open(file, "a") as table:
                 table.write(outcome.row() + "\n")
@@ -231,7 +193,7 @@ def describe(dry: bool) -> str:
     return (
         f"# `bash tests/gpu/run.sh`, {now}\n\n"
         f"{device}; Python {sys.version.split()[0]}, {', '.join(versions)}; "
-        f"{f'commit {commit}, ' if commit else ''}code {code_hash()}\n"
+        f"commit {commit or 'unknown'}\n"
     )
 
 
@@ -249,9 +211,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="names and limits, in seconds")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the result file"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds that all of it may take"
     )
     parser.add_argument(
         "--fork", action="store_true", help="import once and fork the parts; on a CPU only"
@@ -306,9 +265,7 @@ def main() -> int:
         models = Path(os.environ.setdefault("RL2_GPU_MODELS", temporary))
         models.mkdir(parents=True, exist_ok=True)
         patience = DRY_PATIENCE if dry else 1
-        outcomes = run_parts(
-            wanted, file, header, models, arguments.budget, patience, arguments.fork
-        )
+        outcomes = run_parts(wanted, file, header, patience, arguments.fork)
     print(
         "\n"
         + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs everything that needs a GPU:
-#     bash tests/gpu/run.sh [--list] [--out FOLDER] [--budget SECONDS] [PART ...]
+#     bash tests/gpu/run.sh [--list] [--out FOLDER] [PART ...]
 #
 # Every part runs in its own process with its own time limit, so a crash or a hang affects only
 # that part and those that need it: they are skipped at once. The figures of a part are printed as
@@ -12,9 +12,7 @@
 # requirements. The parts named sglang* also need sglang, and vllm_contract needs vllm.
 # SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine.
 #
-# On a machine that is lent for some minutes a call (calls.py prints the calls): --budget limits the
-# total time of a call. A part starts only if time is left, and it may use no more than that time.
-# RL2_GPU_MODELS is a folder where the models stay between the calls, with the outcome of each part.
+# RL2_GPU_MODELS is a folder where the models stay between calls.
 # RL2_GPU_QUICKSTART is the folder of `python examples/quickstart.py prepare FOLDER`, for the part
 # quickstart, where there is no network.
 #
