@@ -182,7 +182,7 @@ def test_a_run_that_fails_ends_its_services(model, monkeypatch):
     class Service:
         is_open = True
 
-        def log(self, step, metrics, samples):
+        def log(self, step, metrics):
             raise RuntimeError("no network")
 
         def close(self):

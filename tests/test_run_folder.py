@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from common import (
     ROOT,
     launch,
     make_model,
-    read_jsonl,
     read_metrics,
     read_untimed_metrics,
     write_jsonl,
@@ -40,7 +38,7 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
 from rl2.run.changes import HARMLESS, LENGTH, find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
-from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
+from rl2.run.folder import RunFolder
 from rl2.run.records import MetricsFile
 from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
@@ -914,17 +912,6 @@ def test_ranks_that_differ_are_named(tmp_path, model):
         start + "the code of rl2",
     ]
     assert lines[4:] == ["agreed"]
-
-
-def test_the_first_transcripts_are_kept_until_they_are_taken(tmp_path):
-    folder = SimpleNamespace(path=tmp_path, is_first=True, first_records={})
-    records = [{"id": number} for number in range(MAX_FIRST_RECORDS + 1)]
-    RunFolder.write_records(folder, "test", 3, iter(records[:2]))
-    RunFolder.write_records(folder, "train", 3, iter(records))
-    assert read_jsonl(tmp_path / "rollouts/train/step_3.jsonl") == records
-    first = {"test": records[:2], "train": records[:-1]}
-    assert RunFolder.take_first_records(folder) == first
-    assert RunFolder.take_first_records(folder) == {}
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5])

@@ -113,6 +113,8 @@ def take_keys(
     for name, value in values.items():
         if is_unused and explain_dropped(section_of(root, name)):
             continue
+        if value is None and explain_dropped(name):  # nothing that an old config.yaml asks for
+            continue
         if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
             arguments.keys[name] = value
             continue

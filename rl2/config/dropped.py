@@ -22,6 +22,7 @@ DROPPED = {
     "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
     "sft rollout.*": EVALUATE,
     "dpo rollout.*": EVALUATE,
+    "report_freq": "rl2 report RUN, also while it runs",
     "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
 }
 

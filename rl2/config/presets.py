@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rl2.config.values import flatten, show_value, unflatten
+from rl2.config.values import show_value, unflatten
 
 FILE = Path(__file__).with_name("presets.yaml")
 KEY = "algo"
@@ -21,7 +21,6 @@ NONE = "none"
 OTHER_TRAINERS = {"dpo": "dpo", "ipo": "dpo", "sft": "sft", "rm": "rm"}  # name -> command of rl2
 # Under which one looks for a key that names the algorithm.
 ALGORITHM_KEYS = ("algorithm", "alg", "method", "algorithm.name", "trainer.algorithm")
-DEFAULTS = {"adv.estimator": "reinforce", "actor.loss": "ppo"}  # where a preset sets none
 
 
 @dataclass(frozen=True)
@@ -62,24 +61,6 @@ def explain_preset(value: Any, folder: str) -> str:
         return ""
     hint = f"{explain_algorithm(str(value))}; " if explain_algorithm(str(value)) else ""
     return f"{KEY}={show_value(value)}: {hint}choose {', '.join(load_presets())} or {NONE}"
-
-
-def preset_of(config: dict[str, Any]) -> str:
-    """The name of the preset that a config has the keys of, the one with most keys; "" if none."""
-    values = dict(flatten(config))
-    found = ""
-    for name, preset in load_presets().items():
-        keys = DEFAULTS | preset.keys
-        has_all = all(values.get(key) == _resolve(values, keys[key]) for key in keys)
-        if has_all and (not found or len(preset.keys) > len(load_presets()[found].keys)):
-            found = name
-    return found
-
-
-def _resolve(values: dict[str, Any], value: Any) -> Any:
-    """The value of the key that "${KEY}" names, or the value itself."""
-    reference = re.fullmatch(r"\$\{(.*)\}", value) if isinstance(value, str) else None
-    return values.get(reference[1]) if reference else value
 
 
 def explain_algorithm(name: str) -> str:

@@ -901,7 +901,7 @@ class TrainerConfig:
     )
     loggers: list[str] = key(
         [],
-        "services that receive config, metrics and some transcripts; metrics.jsonl is always "
+        "services that receive config and metrics; metrics.jsonl is always "
         "written; wandb is skipped if it is not installed or not logged in",
         choices=("wandb", "tensorboard", "trackio"),
     )
@@ -947,9 +947,6 @@ class TrainerConfig:
     patience: PositiveInt | None = key(
         None,
         "end the run after this many evaluations in a row without a better one",
-    )
-    report_freq: PositiveInt | None = key(
-        None, "steps between updates of report.html; by default only at the end"
     )
     watchdog: NonNegativeFloat = key(
         60.0,

@@ -1,24 +1,19 @@
-"""The prompts and answers of transcripts, without what repeats itself.
+"""The prompts and answers of transcripts, without what repeats itself, and their scores.
 
-A prompt is shown once for all its answers, equal answers once with their count, and the messages
-with which all prompts begin, such as examples, once for all prompts.
+A prompt is there once for all its answers, and equal answers once with their count.
 """
 
 import json
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
 from itertools import takewhile
-from os.path import commonprefix
 from pathlib import Path
+from statistics import fmean
 
-from rl2.report.saved import Record, cut_messages, read_lines, spread, to_json
-from rl2.report.token_texts import SavedTokens
+from rl2.report.saved import MAX_CHARACTERS, Record, cut, read_lines, spread
 from rl2.run.success import score_of
 
 MAX_ANSWERS = 16  # of a group: different ones
-MAX_QUESTIONS = 40  # that an evaluation answered better than another one; as many worse and same
-MIN_SHARED_TEXT = 200  # characters; less is not worth a fold of its own
 # What the page shows of an answer, beside its messages.
 COLUMNS = ("reward", "rewards", "advantage", "finish_reason", "length")
 
@@ -35,137 +30,54 @@ def reward_of(record: Record) -> float:
     return record.get("reward") or 0.0
 
 
-@dataclass(frozen=True)
-class SharedStart:
-    """What all prompts of a split begin with, such as a system prompt and examples."""
-
-    messages: list[Record] = field(default_factory=list)
-    text: str = ""  # with which the content of the next message begins
-    role: str = ""  # of that message
-
-    @classmethod
-    def find(cls, prompts: list[list[Record]]) -> "SharedStart":
-        """Finds it. The last message of a prompt is never shared as a whole."""
-        prompts = [prompt for prompt in prompts if prompt]
-        if not prompts:
-            return cls()
-        columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-        messages = [first for first, *others in takewhile(_are_equal, columns)]
-        following = [prompt[len(messages)] for prompt in prompts]
-        roles = {message.get("role") for message in following}
-        contents = [message.get("content") for message in following]
-        texts = {content for content in contents if isinstance(content, str)}
-        text = ""
-        if len(roles) == 1 and len(texts) > 1 and None not in contents:
-            text = commonprefix(list(texts))
-            text = text[: text.rfind("\n") + 1]  # whole lines
-        if len(text) < MIN_SHARED_TEXT:
-            return cls(messages)
-        return cls(messages, text, roles.pop() or "?")
-
-    def strip(self, prompt: list[Record]) -> list[Record]:
-        """Returns the prompt without it; the whole prompt if it begins in another way."""
-        num_shared = len(self.messages)
-        rest = prompt[num_shared:]
-        if prompt[:num_shared] != self.messages or not rest:
-            return prompt
-        if self.text:
-            content = rest[0].get("content")
-            if not isinstance(content, str) or not content.startswith(self.text):
-                return prompt
-            rest = [{**rest[0], "content": f"… {content[len(self.text) :]}"}, *rest[1:]]
-        return rest
-
-    def to_page(self) -> list[Record]:
-        """Returns the messages to show."""
-        text = [{"role": self.role, "content": f"{self.text}…"}] if self.text else []
-        return cut_messages([*self.messages, *text])
+def describe_group(records: list[Record]) -> Record:
+    """Returns the messages with which all answers begin, and a sample of the answers."""
+    columns = zip(*map(prompt_of, records), strict=False)
+    prompt = [first for first, *_ in takewhile(_are_equal, columns)]
+    return {
+        "group": records[0].get("group"),
+        "size": len(records),
+        "row": records[0].get("row"),
+        "prompt": _cut_messages(prompt),
+        "answers": _describe_answers(records, len(prompt)),
+    }
 
 
 def _are_equal(messages: tuple[Record, ...]) -> bool:
     return all(message == messages[0] for message in messages)
 
 
-def describe_group(
-    records: list[Record], shared: SharedStart, tokens: SavedTokens | None = None
-) -> Record:
-    """Returns the messages with which all answers begin, and a sample of the answers."""
-    prompts = zip(*map(prompt_of, records), strict=False)
-    prompt = [first for first, *others in takewhile(_are_equal, prompts)]
-    return {
-        "group": records[0].get("group"),
-        "size": len(records),
-        "row": records[0].get("row"),
-        "prompt": cut_messages(shared.strip(prompt)),
-        "answers": describe_answers(records, len(prompt), tokens),
-    }
+def _cut_messages(messages: list[Record]) -> list[Record]:
+    return cut(messages, MAX_CHARACTERS // max(1, len(messages)))
 
 
-def describe_answers(
-    records: list[Record], start: int, tokens: SavedTokens | None = None
-) -> list[Record]:
+def _describe_answers(records: list[Record], start: int) -> list[Record]:
     """Returns a sample of the different answers: their messages from `start`, and their `count`."""
-    equal: dict[str, list[Record]] = defaultdict(list)
+    different: dict[str, Record] = {}
     for record in records:
-        seen = [record.get("messages", [])[start:], *(record.get(name) for name in COLUMNS)]
-        equal[json.dumps(seen, sort_keys=True, default=str)].append(record)
-    answers = []
-    for same in spread(list(equal.values()), MAX_ANSWERS):
-        record = same[0]
-        messages = cut_messages(record.get("messages", [])[start:])
-        if tokens is not None:
-            tokens.add_to(messages, record["id"])
         answer = {name: record[name] for name in COLUMNS if name in record}
-        answers.append({**answer, "count": len(same), "messages": messages})
-    return answers
+        answer["messages"] = _cut_messages(record.get("messages", [])[start:])
+        seen = different.setdefault(json.dumps(answer, sort_keys=True), {**answer, "count": 0})
+        seen["count"] += 1
+    return spread(list(different.values()), MAX_ANSWERS)
 
 
-def compare_evaluations(first: Path, last: Path, part: str | None, num_bytes: int) -> Record:
-    """Returns how the scores of the same questions changed between two files of transcripts.
+def describe_changes(first: Path, last: Path, part: str | None) -> str:
+    """Says how the scores of the same questions changed between two files of transcripts.
 
-    `part` is rollout.score. The result has the counts of all questions, their mean scores, and of
-    those that were answered better, worse and the same a sample each, in at most `num_bytes`.
+    `part` is rollout.score.
     """
-    before, after = read_questions(first), read_questions(last)
-    old, new = (score_questions(questions, part) for questions in (before, after))
-    common = [question for question in old if question in new]
-    changes: dict[str, list[str]] = {"better": [], "worse": [], "same": []}
-    for question in common:
-        changes[_describe_change(old[question], new[question])].append(question)
-    sample: dict[str, str] = {}
-    for change, questions in changes.items():
-        sample |= dict.fromkeys(spread(questions, MAX_QUESTIONS), change)
-    shared = SharedStart.find([prompt_of(before[question][0]) for question in common])
-    shown: list[Record] = []
-    for question in common:
-        if question not in sample:
-            continue
-        prompt = prompt_of(before[question][0])
-        shown.append(
-            {
-                "change": sample[question],
-                "row": before[question][0].get("row"),
-                "prompt": cut_messages(shared.strip(prompt)),
-                "before": describe_answers(before[question], len(prompt)),
-                "after": describe_answers(after[question], len(prompt)),
-            }
-        )
-        num_bytes -= len(to_json(shown[-1]))
-        if num_bytes < 0:
-            shown.pop()
-            break
-    counts = {change: len(questions) for change, questions in changes.items()}
-    means = []
-    for scores in (old, new):
-        total = sum(scores[question] for question in common)
-        means.append(total / len(common) if common else math.nan)
-    return {
-        "score": part,
-        "means": means,
-        "shared": shared.to_page(),
-        "counts": counts,
-        "questions": shown,
-    }
+    old, new = (score_questions(read_questions(path), part) for path in (first, last))
+    changes = [new[question] - old[question] for question in old if question in new]
+    num_same = sum(math.isclose(change, 0, abs_tol=1e-9) for change in changes)
+    num_better = sum(change > 1e-9 for change in changes)
+    noun = "question" if len(changes) == 1 else "questions"
+    return (
+        f"Of {len(changes):,} {noun} of {first.parent.name}, by the mean {part or 'reward'} "
+        f"{num_better:,} were answered better at step {last.stem.removeprefix('step_')} than at "
+        f"step {first.stem.removeprefix('step_')}, {len(changes) - num_better - num_same:,} worse "
+        f"and {num_same:,} the same."
+    )
 
 
 def read_questions(path: Path) -> dict[str, list[Record]]:
@@ -186,16 +98,9 @@ def score_questions(questions: dict[str, list[Record]], part: str | None) -> dic
     for question, records in questions.items():
         counted = [record for record in records if record.get("finish_reason") != "failed"]
         if counted:
-            scores[question] = sum(score_record(record, part) for record in counted) / len(counted)
+            scores[question] = fmean(_score_record(record, part) for record in counted)
     return scores
 
 
-def score_record(record: Record, part: str | None) -> float:
+def _score_record(record: Record, part: str | None) -> float:
     return score_of(record.get("rewards") or {}, reward_of(record), part) or 0.0
-
-
-def _describe_change(old: float, new: float) -> str:
-    """Returns whether the mean score became better, worse or stayed the same."""
-    if math.isclose(old, new, abs_tol=1e-9):
-        return "same"
-    return "better" if new > old else "worse"

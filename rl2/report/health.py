@@ -5,6 +5,7 @@ then less and less often, and stops a run that has diverged.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,10 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.conditions import has_teacher
 from rl2.report.learning import Problem, find_lack_of_learning
 from rl2.run.checkpoints import Checkpoints
-from rl2.run.success import reward_metric
+from rl2.run.success import REWARD, reward_metric
 
 # With more answers cut, the reward mostly measures the limit, not how good the answers are.
 MAX_CUT_FRACTION = 0.5
-# A critic also learns from equal rewards, and one step may earn the same by chance. Three steps in
-# a row with hundreds of answers do not.
-CONSTANT_STEPS = 3
-# An update on one thread computes all the time, and one on more threads keeps at least two of them
-# busy: OpenMP's threads spin while they wait. Less than this fraction means that cores are missing.
-BUSY_FRACTION = 0.6
-MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
 GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group" in it.needs]
 # A step without a group in rollout.filter has played all its refills. Three in a row are a problem.
@@ -40,9 +34,6 @@ SURE_RISE, POSSIBLE_RISE = 4.0, 1.0
 EQUAL_REWARDS = 1e-6
 
 Metrics = dict[str, float]  # of one step, by name
-# Split ("train", "test", "test_NAME") -> some of the step's transcripts, as rows of a table with
-# the columns conversation, answer, reward and finish_reason. Empty in most steps.
-Samples = dict[str, list[dict[str, Any]]]
 
 
 def with_names(by_set: dict[str, Metrics]) -> Metrics:
@@ -67,32 +58,10 @@ class Health:
         self.start_step = start_step
         self.num_steps = 0  # so far, in this process
         self.step_counts: dict[str, int] = {}  # by the name of the problem
-        self.num_constant_steps = 0  # in a row
-        self.last_reward = math.nan
         self.num_empty_steps = 0  # in a row, without a group to train
         # Of the trained reward and of each part of weight 0, by their metrics.
-        self.rewards: dict[str, list[float]] = {}
-        self.skipped = {"actor": SkippedUpdates(), "critic": SkippedUpdates()}
-        self.has_told_of_cores = False
-
-    def check_cores(self, seconds: float, cpu_seconds: float, num_threads: int) -> list[str]:
-        """Returns what to print, once, about an update on CPUs that waited for cores.
-
-        The update took `seconds`, in which the threads of this process computed for `cpu_seconds`.
-        """
-        usual_seconds = seconds * min(num_threads, 2)
-        is_busy = cpu_seconds > BUSY_FRACTION * usual_seconds
-        if self.has_told_of_cores or is_busy or seconds < MIN_UPDATE_SECONDS:
-            return []
-        self.has_told_of_cores = True
-        remedy = "start fewer processes"
-        if num_threads > 1:  # processes meet less often than threads do
-            remedy = "start processes in place of threads (OMP_NUM_THREADS=1)"
-        return [
-            f"an update took {seconds:.1f} s but had only {cpu_seconds:.1f} s of processor time on "
-            f"{num_threads} threads: another program keeps cores busy, so threads wait for each "
-            f"other. End that program, or {remedy}, to be faster"
-        ]
+        self.rewards: dict[str, list[float]] = defaultdict(list)
+        self.gradients = {"actor": Gradients(), "critic": Gradients()}
 
     def check(self, metrics: Metrics) -> list[Problem]:
         """Returns what went wrong in a step. Every step must be checked, in order."""
@@ -100,12 +69,15 @@ class Health:
         self.num_steps += step > 0
         is_empty = metrics.get("rollout/groups") == 0
         self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
-        self._count_skipped(step, metrics)
-        return [
-            *find_problems(metrics, self.config),
-            *self._find_constant_reward(metrics),
-            *self._find_unconfirmed_reward(metrics),
-        ]
+        for worker, gradients in self.gradients.items():
+            if f"{worker}/skipped" in metrics:
+                gradients.note(
+                    step,
+                    metrics[f"{worker}/grad_norm"],
+                    metrics[f"{worker}/skipped"],
+                    _updates_per_step(self.config, worker),
+                )
+        return [*find_problems(metrics, self.config), *self._find_unconfirmed_reward(metrics)]
 
     def describe(self, step: int, problems: list[Problem]) -> list[str]:
         """Returns what to print about a step: new problems, and counts of frequent ones."""
@@ -119,10 +91,17 @@ class Health:
                 sentences.append(f"step {step} is the {count}th step that {problem.name}")
         return sentences
 
+    def summary(self, lines: list[dict[str, Any]]) -> list[str]:
+        """Returns what to print at the end of the run, whose metrics.jsonl has these `lines`."""
+        counts = self.step_counts.items()
+        sentences = [f"{count} of {self.num_steps} steps {name}" for name, count in counts]
+        lacks = find_lack_of_learning(lines)
+        return [*sentences, *(f"warning: the run {lack.name}: {lack.reason}" for lack in lacks)]
+
     @property
     def is_diverging(self) -> bool:
         """Whether the last step had no update with a finite gradient."""
-        return any(updates.num_in_a_row for updates in self.skipped.values())
+        return any(gradients.num_skipped for gradients in self.gradients.values())
 
     @property
     def proven_step(self) -> float:
@@ -130,7 +109,7 @@ class Health:
 
         It proves that the weights before it are good. Infinity if no worker is trained.
         """
-        steps = [u.last_finite_step or 0 for u in self.skipped.values() if u.is_trained]
+        steps = [it.last_finite_step or 0 for it in self.gradients.values() if it.is_trained]
         return min(steps, default=math.inf)
 
     def stop_if_diverged(self) -> None:
@@ -148,101 +127,70 @@ class Health:
                 "task is too easy or too hard, or reward_fn is wrong: read the transcripts"
             )
         limit = self.config.trainer.max_skipped_updates
-        for worker, updates in self.skipped.items():
-            if limit and updates.num_in_a_row >= limit:
-                raise RuntimeError(self._divergence(worker, updates))
+        for worker, gradients in self.gradients.items():
+            if limit and gradients.num_skipped >= limit:
+                raise RuntimeError(
+                    f"the last {gradients.num_skipped} updates of the {worker} were skipped, since "
+                    f"their gradients were not finite (trainer.max_skipped_updates={limit}). "
+                    f"{self.advise_after_divergence(worker)}"
+                )
 
-    def summary(self, lines: list[dict[str, Any]] | None = None) -> list[str]:
-        """Returns what to print at the end of the run, whose metrics.jsonl has these `lines`."""
-        totals = {_skip_name(worker): updates.total for worker, updates in self.skipped.items()}
-        sentences = []
-        for name, count in self.step_counts.items():
-            num_updates = f", {totals[name]} in all" if name in totals else ""
-            sentences.append(f"{count} of {self.num_steps} steps {name}{num_updates}")
-        lacks = find_lack_of_learning(lines or [])
-        return [*sentences, *(f"warning: the run {lack.name}: {lack.reason}" for lack in lacks)]
-
-    def _count_skipped(self, step: int, metrics: Metrics) -> None:
-        for worker, updates in self.skipped.items():
-            if f"{worker}/skipped" in metrics:
-                norm = metrics[f"{worker}/grad_norm"]
-                fraction = metrics[f"{worker}/skipped"] * (not math.isfinite(norm))
-                updates.count(step, fraction, norm, _updates_per_step(self.config, worker))
-
-    def _find_constant_reward(self, metrics: Metrics) -> Iterator[Problem]:
-        """Finds steps in a row with the same reward for all trajectories, with a critic."""
-        reward = metrics.get("reward/mean", math.nan)
-        is_same = _rewards_are_equal(metrics) and reward == self.last_reward
-        self.last_reward = reward
-        self.num_constant_steps = self.num_constant_steps + 1 if is_same else 1
-        if "critic/lr" in metrics and self.num_constant_steps >= CONSTANT_STEPS:
-            reason = _equal_rewards(metrics, self.config)
-            in_a_row = f"for {self.num_constant_steps} steps in a row, "
-            yield Problem("earned a constant reward", in_a_row + reason)
+    def advise_after_divergence(self, worker: str) -> str:
+        """Returns what to change after the weights diverged, and where to resume."""
+        section = getattr(self.config, worker)
+        # Its own update may have spoiled the weights that a checkpoint of this step has.
+        finite_step = self.gradients[worker].last_finite_step or self.start_step
+        if finite_step == 0:
+            return (
+                "No gradient of the run was finite: the loss or the model overflows. Try "
+                f"{worker}.dtype=float32 instead of {section.dtype}"
+            )
+        checkpoint = Checkpoints(self.folder / "checkpoints").newest(before=finite_step)
+        remedy = "start over, since there is no checkpoint before it"
+        if checkpoint is not None:
+            remedy = f"resume from an earlier step: trainer.resume={checkpoint}"
+        return (
+            f"The weights after step {finite_step} have diverged: lower "
+            f"{worker}.lr={section.lr:g} and {remedy}"
+        )
 
     def _find_unconfirmed_reward(self, metrics: Metrics) -> Iterator[Problem]:
         """Finds a rise of the reward that a part of weight 0, which is not trained, does not have.
 
         Over the steps of this process.
         """
-        if not metrics.get("step") or "reward/mean" not in metrics:
+        if not metrics["step"] or REWARD not in metrics:
             return
         weights = self.config.rollout.reward_weights
-        for metric in ("reward/mean", *map(reward_metric, untrained_parts(weights))):
+        untrained = {name: reward_metric(name) for name in weights if weights[name] == 0}
+        for metric in (REWARD, *untrained.values()):
             if metric in metrics:
-                self.rewards.setdefault(metric, []).append(metrics[metric])
-        for name, change in find_unconfirmed_parts(self.rewards, weights):
-            reason = (
-                f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} {change}. The policy "
-                "may exploit the reward: read the answers that earn most in "
-                f"rollouts/train/step_{metrics['step']}.jsonl"
-            )
-            yield Problem(f"earned a reward that {name} does not confirm", reason)
-
-    def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
-        """Says why the run stops, and how to continue."""
-        limit = f"trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}"
-        return (
-            f"the last {updates.num_in_a_row} updates of the {worker} were skipped, since their "
-            f"gradients were not finite ({limit}). {self.advise_after_divergence(worker)}"
-        )
-
-    def advise_after_divergence(self, worker: str) -> str:
-        """Returns what to change after the weights diverged, and where to resume."""
-        section = getattr(self.config, worker)
-        lower = f"lower {worker}.lr={section.lr:g}"
-        checkpoints = Checkpoints(self.folder / "checkpoints")
-        last_step = self.skipped[worker].last_finite_step
-        if last_step is None and self.start_step:
-            text = f"The weights of step {self.start_step}, where it resumed, have diverged: "
-            earlier = checkpoints.newest(before=self.start_step)
-            if earlier is None:
-                return text + f"{lower} and resume from an earlier checkpoint, or start over"
-            return text + f"{lower} and resume from an earlier step: trainer.resume={earlier}"
-        if last_step is None:
-            return (
-                "No gradient of the run was finite: the loss or the model overflows. Try "
-                f"{worker}.dtype=float32 instead of {section.dtype}"
-            )
-        text = f"The last finite update was that of step {last_step}: {lower} and "
-        # The newest checkpoint with weights that still gave a finite gradient.
-        checkpoint = checkpoints.newest(before=last_step)
-        if checkpoint is None:
-            return text + "start over, since there is no checkpoint before it"
-        return text + f"resume from an earlier step: trainer.resume={checkpoint}"
+                self.rewards[metric].append(metrics[metric])
+        means = self.rewards[REWARD]
+        if not rises(means, SURE_RISE):
+            return
+        for name, metric in untrained.items():
+            values = self.rewards[metric]
+            if len(values) == len(means) and not rises(values, POSSIBLE_RISE):
+                reason = (
+                    f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} {REWARD} went "
+                    f"{_describe_change(means)} and {metric}, which is not trained, "
+                    f"{_describe_change(values)}. The policy may exploit the reward: read the "
+                    f"answers that earn most in rollouts/train/step_{metrics['step']}.jsonl"
+                )
+                yield Problem(f"earned a reward that {name} does not confirm", reason)
 
 
 @dataclass
-class SkippedUpdates:
-    """Counts the updates of a worker that moved no weight, since the gradient was not finite."""
+class Gradients:
+    """Which steps gave a worker a finite gradient."""
 
-    total: int = 0
-    num_in_a_row: int = 0  # of steps with only skipped updates; a partly skipped step adds none
+    num_skipped: int = 0  # updates in a row without one; a partly skipped step adds none
     last_finite_step: int | None = None
     is_trained: bool = False
 
-    def count(self, step: int, fraction: float, norm: float, num_updates: int) -> None:
-        """Counts a step that skipped `fraction` of its updates; `norm` is their gradient's.
+    def note(self, step: int, norm: float, skipped: float, num_updates: int) -> None:
+        """Notes a step that skipped a share of its updates; `norm` is their gradient's.
 
         A gradient of exactly 0 says nothing about the weights: PPO computes none if all answers
         earn the same, which is common once a policy has diverged.
@@ -250,40 +198,11 @@ class SkippedUpdates:
         self.is_trained = True
         if norm == 0:
             return
-        num_skipped = round(fraction * num_updates)
-        self.total += num_skipped
-        if fraction < 1:
-            self.num_in_a_row = 0
-            self.last_finite_step = step
+        if skipped == 1 and not math.isfinite(norm):
+            self.num_skipped += num_updates
         else:
-            self.num_in_a_row += num_skipped
-
-
-def untrained_parts(weights: dict[str, float]) -> list[str]:
-    """The names of the reward parts of weight 0. `weights` is rollout.reward_weights."""
-    return [name for name, weight in weights.items() if weight == 0]
-
-
-def find_unconfirmed_parts(
-    rewards: dict[str, list[float]], weights: dict[str, float]
-) -> Iterator[tuple[str, str]]:
-    """Yields (name, both changes in words) of parts of weight 0 that the reward rises without.
-
-    `rewards` has the values of reward/mean and of these parts in each step, by metric. Nothing is
-    found where reward/mean does not surely rise, or has too few steps.
-    """
-    means = rewards["reward/mean"]
-    if not rises(means, SURE_RISE):
-        return
-    for name in untrained_parts(weights):
-        metric = reward_metric(name)
-        values = rewards.get(metric, [])
-        if len(values) == len(means) and not rises(values, POSSIBLE_RISE):
-            change = (
-                f"reward/mean went {describe_change(means)} and {metric}, which is not trained, "
-                f"{describe_change(values)}"
-            )
-            yield name, change
+            self.num_skipped = 0
+            self.last_finite_step = step
 
 
 def rises(values: list[float], num_errors: float) -> bool:
@@ -298,7 +217,7 @@ def rises(values: list[float], num_errors: float) -> bool:
     return fmean(last) - fmean(first) > num_errors * error
 
 
-def describe_change(values: list[float]) -> str:
+def _describe_change(values: list[float]) -> str:
     """Returns the means of the first and the last values, in words."""
     return f"from {fmean(values[:GOLD_STEPS]):.3g} to {fmean(values[-GOLD_STEPS:]):.3g}"
 
@@ -329,7 +248,7 @@ def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
             if ".py:" in own:
                 remedy += f", or look in {worker}.loss={own} for what may give NaN or inf"
             reason = f"{cause}, so they moved no weight. {remedy}"
-            problems.append(Problem(_skip_name(worker), reason))
+            problems.append(Problem(f"skipped updates of the {worker}", reason))
     return problems
 
 
@@ -351,10 +270,6 @@ def _updates_per_step(config: Any, worker: str) -> int:
     return getattr(getattr(config, worker), "updates_per_step", 1)
 
 
-def _skip_name(worker: str) -> str:
-    return f"skipped updates of the {worker}"
-
-
 def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
     rollout = config.rollout
     num_wanted = config.data.prompts_per_rollout
@@ -367,12 +282,27 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
             "Use other prompts, or raise rollout.max_refills or data.responses_per_prompt"
         )
         yield Problem("had too few groups", reason)
+    yield from _find_lack_of_training(metrics, config, num_groups)
+    if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
+        max_new_tokens = rollout.train_sampling_params.max_new_tokens
+        reason = (
+            f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and cut answers "
+            "rarely earn a reward: raise rollout.train_sampling_params.max_new_tokens="
+            f"{max_new_tokens}"
+        )
+        if rollout.max_turns > 1:
+            reason += ", or the room for all turns, actor.max_length_per_device"
+        yield Problem("had most answers cut", reason)
+
+
+def _find_lack_of_training(metrics: Metrics, config: Any, num_groups: float) -> Iterator[Problem]:
+    """Finds why the rewards of a step did not train the actor."""
     if metrics["rollout/failed"] == 1:
         yield Problem("taught nothing", "the environment failed on every trajectory")
     elif num_groups == 0:
         reason = (
-            f"rollout.filter={rollout.filter} left no group after "
-            f"rollout.max_refills={rollout.max_refills} refills"
+            f"rollout.filter={config.rollout.filter} left no group after "
+            f"rollout.max_refills={config.rollout.max_refills} refills"
         )
         yield Problem("taught nothing", reason)
     elif "actor/lr" not in metrics:
@@ -388,27 +318,14 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
             f"actor.correction={config.actor.correction} or the clip masks every token"
         )
         yield Problem("taught nothing", reason)
-    elif _has_no_advantages(metrics, config):
-        name = "trained only on the KL or entropy term"
-        if ".py:" in config.actor.loss:
-            name = "trained without advantages"
-        yield Problem(name, _equal_rewards(metrics, config))
-    if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
-        max_new_tokens = rollout.train_sampling_params.max_new_tokens
-        reason = (
-            f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and cut answers "
-            "rarely earn a reward: raise rollout.train_sampling_params.max_new_tokens="
-            f"{max_new_tokens}"
-        )
-        if rollout.max_turns > 1:
-            reason += ", or the room for all turns, actor.max_length_per_device"
-        yield Problem("had most answers cut", reason)
-
-
-def _has_no_advantages(metrics: Metrics, config: Any) -> bool:
-    """Whether rewards gave no advantages although the step was trained."""
-    is_equal = metrics["rollout/zero_variance"] == 1
-    return is_equal and learns_from_groups_alone(config) and metrics["actor/skipped"] < 1
+    elif metrics["actor/skipped"] < 1 and metrics["rollout/zero_variance"] == 1:
+        if learns_from_groups_alone(config):
+            name = "trained only on the KL or entropy term"
+            if ".py:" in config.actor.loss:
+                name = "trained without advantages"
+            yield Problem(name, _equal_rewards(metrics, config))
+        elif "critic/lr" in metrics and _rewards_are_equal(metrics):
+            yield Problem("earned a constant reward", _equal_rewards(metrics, config))
 
 
 def learns_from_groups_alone(config: Any) -> bool:

@@ -1,8 +1,8 @@
 """What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
 A service is a function in LOGGERS, by its name in trainer.loggers. It starts the service for a run
-and returns a Logger, or None where the service cannot be used, after printing why. Services get
-transcripts, so none is used unless it is named.
+and returns a Logger, or None where the service cannot be used, after printing why. Services get the
+config and the metrics, so none is used unless it is named.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import secrets
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,22 +26,21 @@ import torch.distributed as dist
 
 from rl2 import cleanup, progress
 from rl2.parallel.device import GIB
-from rl2.report.console import Console, describe_start
-from rl2.report.health import Health, Metrics, Samples
+from rl2.report.console import Console, warn_of_checkpoints
+from rl2.report.health import Health, Metrics
 from rl2.report.page import write_page
 from rl2.report.saved import read_lines
-from rl2.run.records import MetricsFile, Records
+from rl2.run.records import MetricsFile
 from rl2.run.weights_hash import hash_weights
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
-SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.
 
 
 class Logger(Protocol):
     """What every logger does. Only the first process has loggers."""
 
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
-        """Writes the metrics of a finished step, and the samples that a person may look at."""
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Writes the metrics of a finished step."""
 
     def close(self) -> None:
         """Ends the service. Nothing is logged after it."""
@@ -62,81 +62,43 @@ class RunInfo:
         return file.read_text().strip()
 
 
-class Report:
-    """report.html in the run folder: at the end, and every `freq` steps if that is not None.
-
-    A run that an error ends after its first step has a report too.
-    """
-
-    def __init__(self, folder: Path, freq: int | None):
-        self.folder = folder
-        self.freq = freq
-        self.is_due_at_exit = False
-
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
-        if not self.is_due_at_exit:
-            cleanup.register(self._write)
-            self.is_due_at_exit = True
-        if self.freq and step % self.freq == 0:
-            self._write()
-
-    def close(self) -> None:
-        cleanup.unregister(self._write)
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            write_page([self.folder], self.folder / "report.html")
-        except Exception as error:  # the run itself is well
-            print(f"warning: report.html could not be written: {error!r}")
-
-
 class Wandb:
     """A run of Weights & Biases."""
 
-    def __init__(self, run: Any, table: Callable[..., Any]):
-        self.run = run
-        self.table = table
+    def __init__(self, run: RunInfo):
+        import wandb
 
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
-        tables = make_tables(samples, self.table)
-        self.run.log({**metrics, **tables})  # with "step" among them
+        if not (os.environ.get("WANDB_MODE") or _is_logged_in(wandb)):
+            raise RuntimeError("it is not logged in: wandb login")
+        with progress.expecting(WANDB_SECONDS):
+            self.run = wandb.init(
+                dir=str(run.folder),
+                id=run.find_id("wandb"),
+                resume="allow",
+                project=run.config["trainer"]["project"],
+                name=run.config["trainer"]["experiment_name"],
+                config=run.config,
+            )
+        # Its own count of steps only rises: it would drop the steps that a resumed run repeats.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.run.log(metrics)  # with "step" among them
 
     def close(self) -> None:
         self.run.finish()
 
 
 def start_wandb(run: RunInfo) -> Logger | None:
-    """Weights & Biases, where it is installed and logged in."""
-    remedy = "or trainer.disable_wandb=true"
+    """Weights & Biases, where it is installed, logged in and can be reached."""
     try:
-        import wandb
-    except ImportError:
+        return Wandb(run)
+    except Exception as error:  # also: the run of this id was deleted there
         print(
-            "wandb is not installed: metrics go to metrics.jsonl only "
-            f"(pip install wandb, {remedy})"
+            f"wandb does not start, so metrics go to metrics.jsonl only: {error} "
+            "(pip install wandb, wandb login, or trainer.disable_wandb=true)"
         )
         return None
-    if not (os.environ.get("WANDB_MODE") or _is_logged_in(wandb)):
-        print(f"wandb is not logged in: metrics go to metrics.jsonl only (wandb login, {remedy})")
-        return None
-    trainer = run.config["trainer"]
-    try:
-        with progress.expecting(WANDB_SECONDS):
-            started = wandb.init(
-                dir=str(run.folder),
-                id=run.find_id("wandb"),
-                resume="allow",
-                project=trainer["project"],
-                name=trainer["experiment_name"],
-                config=run.config,
-            )
-    except wandb.Error as error:  # no network, or the run of this id was deleted there
-        print(f"wandb does not start: metrics go to metrics.jsonl only ({error}; {remedy})")
-        return None
-    # wandb's own count of steps only rises: it would drop the steps that a resumed run repeats.
-    started.define_metric("*", step_metric="step")
-    return Wandb(started, wandb.Table)
 
 
 def _is_logged_in(wandb: ModuleType) -> bool:
@@ -154,23 +116,16 @@ class TensorBoard:
 
         first_step = run.start_step + 1 if run.start_step else None
         self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
-        self.writer.add_text("config", _as_code(run.config), run.start_step)
+        config = json.dumps(run.config, indent=2, default=str)
+        self.writer.add_text("config", textwrap.indent(config, "    "), run.start_step)
 
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        for split, rows in samples.items():
-            self.writer.add_text(f"samples/{split}", _as_code(rows), step)
         self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
-
-
-def _as_code(value: Any) -> str:
-    """Text of Markdown that shows the value as JSON."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
-    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 class Trackio:
@@ -180,7 +135,6 @@ class Trackio:
         import trackio
 
         trainer = run.config["trainer"]
-        self.table = trackio.Table
         self.run = trackio.init(
             project=trainer["project"],
             name=f"{trainer['experiment_name']}-{run.find_id('trackio')}",
@@ -189,10 +143,9 @@ class Trackio:
             embed=False,
         )
 
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
-        line = {**metrics, **make_tables(samples, self.table)}
-        del line["step"]  # which trackio would rename
-        self.run.log(line, step=step)
+    def log(self, step: int, metrics: Metrics) -> None:
+        # It would rename a metric called step.
+        self.run.log({name: metrics[name] for name in metrics if name != "step"}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -205,52 +158,12 @@ LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {
 }
 
 
-def make_tables(samples: Samples, table: Callable[..., Any]) -> dict[str, Any]:
-    """The samples as tables of a service: samples/SPLIT -> table. All cells are texts."""
-    import pandas
-
-    tables = {}
-    for split, rows in samples.items():
-        tables[f"samples/{split}"] = table(dataframe=pandas.DataFrame(rows).astype(str))
-    return tables
-
-
-def make_samples(records: Records) -> Samples:
-    """Returns the samples of the transcripts of a step, by split."""
-    samples: Samples = {}
-    for split in sorted(records):
-        if records[split]:
-            samples[split] = [_to_row(record) for record in records[split]]
-    return samples
-
-
-def _to_row(record: dict[str, Any]) -> dict[str, Any]:
-    texts = [f"{message['role']}: {message.get('content')}" for message in record["messages"]]
-    return {
-        "conversation": "\n\n".join(texts),
-        "answer": record["row"].get("answer"),
-        "reward": record["reward"],
-        "finish_reason": record["finish_reason"],
-    }
-
-
-def release_freed_memory() -> None:
-    """Gives the host memory that is free in this process back to the system.
-
-    glibc keeps small blocks. The samples of a step are small blocks: together they are as large as
-    the batch that they become. Other C libraries have no such call.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
-
-
 class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
     All processes make the same calls; the first one has the loggers. `folder` and `config` are
     those of the run; `start_step` of `num_steps` are done already. `workers` are those whose
-    weights change, by name.
+    weights change, by name. report.html is written at the end, also at that of a run that fails.
     """
 
     def __init__(
@@ -266,9 +179,7 @@ class MetricsLog:
         self.phase_seconds: dict[str, float] = {}
         self.file: MetricsFile | None = None
         self.loggers: list[Logger] = []
-        self.has_services = False
         self.health = Health(folder, config, start_step)
-        self.warnings: dict[str, str] = {}  # since the last line, reasons by the name of a problem
         self.console: Console | None = None
         if dist.get_rank() == 0:
             run = RunInfo(folder, asdict(config), start_step)
@@ -276,14 +187,12 @@ class MetricsLog:
             if config.trainer.disable_wandb:
                 names.discard("wandb")
             started = [start(run) for name, start in LOGGERS.items() if name in names]
-            services = [logger for logger in started if logger is not None]
-            self.has_services = bool(services)
             self.console = Console(config, start_step, num_steps)
-            report = Report(folder, config.trainer.report_freq)
             self.file = MetricsFile(folder)
-            self.loggers = [report, *services, self.console]
-            cleanup.register(self._abandon, at_exit=False)
-        self._print(describe_start(config))
+            self.loggers = [logger for logger in [*started, self.console] if logger is not None]
+            cleanup.register(self._write_report)
+            cleanup.register(self._close_loggers, at_exit=False)
+        self._print(warn_of_checkpoints(config))
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()
 
@@ -294,24 +203,18 @@ class MetricsLog:
         Beside a GPU the host's freed memory goes back to the system. A CPU soon needs it again.
         """
         progress.enter(name)
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             release_freed_memory()
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-        if name == "update" and not torch.cuda.is_available():
-            cpu_seconds = time.process_time() - cpu_start
-            for text in self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()):
-                self.warnings["waited for cores"] = text
-                self._print([text])
 
-    def write(self, step: int, metrics: Metrics, records: Records | None = None) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
 
-        Services may get samples of `records`, the first transcripts that the step has written. The
-        file gets the hashes of the weights and the warnings too.
+        The file gets the hashes of the weights and the warnings too.
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
         A step lasts from the line before its own, or from when this log was made, to its own line.
         """
@@ -324,7 +227,6 @@ class MetricsLog:
         line = {"step": step, **metrics, **times}
         line["time/other"] = step_seconds - sum(times.values())
         line["time/step"] = step_seconds
-        line["memory/peak_gib"] = peak_memory()
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
         if num_tokens:
             line["tokens/per_second"] = num_tokens / step_seconds
@@ -332,31 +234,24 @@ class MetricsLog:
         line["resources/cpu_cores"] = (cpu_seconds - self.last_cpu_seconds) / step_seconds
         self.last_cpu_seconds = cpu_seconds
         line |= measure_machine(self.folder)
-        is_evaluated = any(name.startswith("test/") for name in metrics)
-        samples: Samples = {}
-        if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
-            samples = make_samples(records or {})
         problems = self.health.check(line)
-        self.warnings |= {problem.name: problem.reason for problem in problems}
         if self.file is not None:
-            self.file.write(line, hashes, self.warnings)
-        self.warnings = {}
+            self.file.write(line, hashes, {problem.name: problem.reason for problem in problems})
         for logger in self.loggers:
-            logger.log(step, line, samples)
+            logger.log(step, line)
         self._print(self.health.describe(step, problems))
         self.health.stop_if_diverged()
 
-    def complete(self, step: int, metrics: Metrics, records: Records) -> None:
+    def complete(self, step: int, metrics: Metrics) -> None:
         """Adds the metrics of an evaluation to the line of its step, which a stop left without.
 
-        The services get the whole line once more, with samples of the evaluation's `records`.
+        The services get the whole line once more.
         """
         seconds = self.phase_seconds.pop("test", 0.0)
         if self.file is not None:
             line = self.file.complete(step, {**metrics, "time/test": seconds})
-            samples = make_samples(records) if self.has_services else {}
             for logger in self.loggers:
-                logger.log(step, line, samples)
+                logger.log(step, line)
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()
 
@@ -367,17 +262,24 @@ class MetricsLog:
             return hash_weights(self.workers)
 
     def close(self) -> None:
-        lines = read_lines(self.folder / "metrics.jsonl")[0] if self.file is not None else []
-        self._print(self.health.summary(lines))
-        cleanup.unregister(self._abandon)
+        if self.file is not None:
+            self._print(self.health.summary(read_lines(self.file.path)[0]))
+        cleanup.unregister(self._close_loggers)
+        cleanup.unregister(self._write_report)
+        self._close_loggers()
+        self._write_report()
+
+    def _close_loggers(self) -> None:
         for logger in reversed(self.loggers):
             logger.close()
 
-    def _abandon(self) -> None:
-        """Ends the services and the bar of a run that fails; `Report` cares for itself."""
-        for logger in reversed(self.loggers):
-            if not isinstance(logger, Report):
-                logger.close()
+    def _write_report(self) -> None:
+        if self.file is None or not self.file.path.exists():
+            return
+        try:
+            write_page([self.folder], self.folder / "report.html")
+        except Exception as error:  # the run itself is well
+            print(f"warning: report.html could not be written: {error!r}")
 
     def _print(self, sentences: list[str]) -> None:
         """Prints the sentences on the first process, above the progress bar."""
@@ -386,21 +288,30 @@ class MetricsLog:
                 self.console.print(sentence)
 
 
-def peak_memory() -> float:
-    """The most memory that this process has used, in GiB: the GPU's if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def release_freed_memory() -> None:
+    """Gives the host memory that is free in this process back to the system.
+
+    glibc keeps small blocks. The samples of a step are small blocks: together they are as large as
+    the batch that they become. Other C libraries have no such call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
 
 def measure_machine(folder: Path) -> dict[str, float]:
-    """What this machine has in use now, as metrics in GiB; of its disks, that of `folder`."""
+    """What is in use now in GiB: of this machine, its disk with `folder`, and this process's peak.
+
+    The peak is that of its GPU, if there is one.
+    """
     memory = psutil.virtual_memory()
     used = {
+        "memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "resources/host_gib": (memory.total - memory.available) / GIB,
         "resources/disk_free_gib": psutil.disk_usage(str(folder)).free / GIB,
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used["resources/gpu_gib"] = (total - free) / GIB
+        used["memory/peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return used

@@ -9,27 +9,17 @@ import re
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
-from rl2.report.answers import (
-    SharedStart,
-    compare_evaluations,
-    describe_group,
-    prompt_of,
-    reward_of,
-)
+from rl2.report.answers import describe_changes, describe_group, reward_of
 from rl2.report.learning import find_lack_of_learning
 from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
 from rl2.report.summary import summarize
-from rl2.report.token_texts import SavedTokens, find_tokenizer
 from rl2.run.records import NOT_METRICS
 from rl2.run.success import saved_score
 
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
-MAX_WARNED_STEPS = 20  # that are listed of a warning
 ROLLOUT_BYTES = 16_000_000  # of the answers of all runs
-COMPARED_SHARE = 0.25  # of these bytes, for evaluations side by side
 
 
 def write_page(folders: list[Path], path: Path) -> None:
@@ -62,8 +52,14 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         )
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
-    record = read_yaml(folder / "run.json")  # JSON is YAML
+    record = read_yaml(folder / "run.json")
+    score = saved_score(config)
     names = {name: None for line in lines for name in line if name not in NOT_METRICS}
+    sentences, headlines = summarize(lines, config, record)
+    splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
+    for split, files in splits.items():
+        if split != "train" and len(files) > 1:
+            sentences.append(describe_changes(files[0], files[-1], score))
     return {
         "folder": str(folder.resolve()),
         "num_steps": len(lines),
@@ -71,9 +67,12 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         "metrics": {name: [line.get(name) for line in shown] for name in names},
         "config": config,
         "record": record,
-        "summary": summarize(lines, config, record),
+        "sentences": sentences,
+        "headlines": headlines,
         "warnings": _gather_warnings(lines),
-        "rollouts": _read_rollouts(folder, config, num_bytes),
+        "score": score,
+        "num_rollouts": {split: len(files) for split, files in splits.items() if files},
+        "rollouts": _read_rollouts(splits, num_bytes),
     }
 
 
@@ -82,86 +81,29 @@ def _gather_warnings(lines: list[Record]) -> list[Record]:
 
     What the evaluations of the whole run say is a warning of its last step.
     """
-    reasons: dict[str, str] = {}
-    steps = defaultdict(list)
+    found: dict[str, Record] = {}
     for line in lines:
         for name, reason in line.get("warnings", {}).items():
-            reasons.setdefault(name, reason)
-            steps[name].append(line["step"])
+            warning = found.setdefault(name, {"name": name, "reason": reason, "steps": []})
+            warning["steps"].append(line["step"])
     for problem in find_lack_of_learning(lines):
-        reasons[problem.name] = problem.reason
-        steps[problem.name].append(lines[-1]["step"])
-    return [
-        {
-            "name": name,
-            "reason": reason,
-            "num_steps": len(steps[name]),
-            "steps": spread(steps[name], MAX_WARNED_STEPS),
-        }
-        for name, reason in reasons.items()
-    ]
+        steps = [lines[-1]["step"]]
+        found[problem.name] = {"name": problem.name, "reason": problem.reason, "steps": steps}
+    return list(found.values())
 
 
-def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
-    """Returns the steps that are shown, how many each split has, and compared evaluations."""
-    splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
-    splits = {split: files for split, files in splits.items() if files}
-    shared = {split: _find_shared_start(files[0]) for split, files in splits.items()}
-    comparisons = _compare(splits, saved_score(config), int(COMPARED_SHARE * num_bytes))
-    num_bytes -= len(to_json(comparisons))
-    files: list[Path] = []
-    for steps in splits.values():
-        files += spread(steps, MAX_STEPS)
-    tokenizer, note = None, "Tokens are shaded in runs with trainer.save_tokens=true."
-    if any(path.with_suffix(".safetensors").exists() for path in files):
-        tokenizer = find_tokenizer(folder, config)
-        note = "" if tokenizer else "Tokens are not shaded: the tokenizer was not on this machine."
+def _read_rollouts(splits: dict[str, list[Path]], num_bytes: int) -> list[Record]:
+    """Returns a sample of the steps of each split, with at most `num_bytes` in all."""
+    files = [path for steps in splits.values() for path in spread(steps, MAX_STEPS)]
     shown: list[Record] = []
     for path in files:
-        tokens = None
-        saved = path.with_suffix(".safetensors")
-        if tokenizer and saved.exists():
-            try:
-                tokens = SavedTokens(saved, tokenizer)
-            except ValueError as error:
-                problem = f"{error}: its tokens are not shaded. "
-                print(f"warning: {problem}")
-                note += problem
         share = num_bytes // (len(files) - len(shown))  # small steps leave room for others
-        shown.append(_read_step(path, share, shared[path.parent.name], tokens))
+        shown.append(_read_step(path, share))
         num_bytes -= len(to_json(shown[-1]))
-    return {
-        "num_steps": {split: len(steps) for split, steps in splits.items()},
-        "shared": {split: start.to_page() for split, start in shared.items()},
-        "steps": shown,
-        "comparisons": comparisons,
-        "tokens_note": note,
-    }
+    return shown
 
 
-def _find_shared_start(path: Path) -> SharedStart:
-    """Returns what the prompts of a step begin with; those of the other steps are alike."""
-    records, _ = read_lines(path)
-    return SharedStart.find([prompt_of(record) for record in records])
-
-
-def _compare(splits: dict[str, list[Path]], part: str | None, num_bytes: int) -> list[Record]:
-    """Returns what changed from the first to the last evaluation of each test set.
-
-    `part` is rollout.score.
-    """
-    evaluated = {s: files for s, files in splits.items() if s != "train" and len(files) > 1}
-    comparisons = []
-    for split, files in evaluated.items():
-        found = compare_evaluations(files[0], files[-1], part, num_bytes // len(evaluated))
-        steps = {"before": step_of(files[0]), "after": step_of(files[-1])}
-        comparisons.append({"split": split, **steps, **found})
-    return comparisons
-
-
-def _read_step(
-    path: Path, num_bytes: int, shared: SharedStart, tokens: SavedTokens | None
-) -> Record:
+def _read_step(path: Path, num_bytes: int) -> Record:
     """Returns the groups of a step that fit into `num_bytes`.
 
     Those with the best and the worst answer come first, and then the others in their order.
@@ -174,7 +116,7 @@ def _read_step(
     shown: list[Record] = []
     order = [*ranked[:1], *ranked[-1:], *records]
     for number in dict.fromkeys(record.get("group") for record in order):
-        group = describe_group(groups[number], shared, tokens)
+        group = describe_group(groups[number])
         num_bytes -= len(to_json(group))
         if num_bytes < 0:
             break

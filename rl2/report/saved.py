@@ -6,9 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rl2.run.records import parse_yaml
+from rl2.run.records import DamagedFile, read_object
 
 MAX_CHARACTERS = 40_000  # of all messages of an answer
 
@@ -37,11 +35,10 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def read_yaml(path: Path) -> Any:
-    """Returns the content of the file; None if there is none, or if it is broken."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else None
+def read_yaml(path: Path) -> Record | None:
+    """Returns the content of config.yaml or run.json; None if it is missing or broken."""
+    with suppress(DamagedFile):
+        return read_object(path) or None
     return None
 
 
@@ -52,22 +49,17 @@ def spread(items: list, most: int) -> list:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def cut_messages(messages: list[Record]) -> list[Record]:
-    """Returns the messages with at most about MAX_CHARACTERS characters in all."""
-    return _cut(messages, MAX_CHARACTERS // max(1, len(messages)))
-
-
 def to_json(value: Any) -> str:
     """Returns the value as short JSON: long texts are cut, and NaN is null."""
-    return json.dumps(_cut(value, 2 * MAX_CHARACTERS), separators=(",", ":"), default=str)
+    return json.dumps(cut(value, 2 * MAX_CHARACTERS), separators=(",", ":"), default=str)
 
 
-def _cut(value: Any, limit: int) -> Any:
+def cut(value: Any, limit: int) -> Any:
     """Returns a copy for JSON: texts of at most about `limit` characters, and null for NaN."""
     if isinstance(value, dict):
-        return {str(name): _cut(part, limit) for name, part in value.items()}
+        return {str(name): cut(part, limit) for name, part in value.items()}
     if isinstance(value, list):
-        return [_cut(part, limit) for part in value]
+        return [cut(part, limit) for part in value]
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, str) and len(value) > limit:

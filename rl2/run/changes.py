@@ -25,7 +25,7 @@ HARMLESS = (
     "trainer.disable_wandb",
     "trainer.resume",
     "trainer.keep_checkpoints",
-    "trainer.report_freq",
+    "trainer.report_freq",  # of an earlier release
     "trainer.test_freq",
     "trainer.watchdog",
     "trainer.save_tokens",

@@ -32,11 +32,10 @@ from rl2.run.provenance import (
     name_launch,
     versions,
 )
-from rl2.run.records import MetricsFile, Records, write_object, write_text
+from rl2.run.records import MetricsFile, write_object, write_text
 from rl2.run.start import BEST_MODEL, Claim, Start, model_step, read_record
 from rl2.run.weights_hash import hash_states
 
-MAX_FIRST_RECORDS = 8  # of a step and a split, for the services that log samples
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
 EVERYTHING = -1  # the step after which all of an earlier run is set aside
 
@@ -71,7 +70,6 @@ class RunFolder:
         self.identity = claim.identity
         self.lock = claim.lock  # held as long as this object lives
         self.is_first = is_first_rank()
-        self.first_records: Records = {}  # written since they were taken
         rank = Rank(
             host=socket.gethostname(),
             launch=name_launch(),
@@ -355,21 +353,13 @@ class RunFolder:
             return
         path = self.path / "rollouts" / split / f"step_{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        first = self.first_records[split] = []
         with writing(path), open(path, "w", encoding="utf-8") as file:
-            for number, record in enumerate(records):
+            for record in records:
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-                if number < MAX_FIRST_RECORDS:
-                    first.append(record)
             if tokens:
                 partial = path.with_suffix(".partial")
                 save_file(tokens, partial)
                 partial.rename(path.with_suffix(".safetensors"))
-
-    def take_first_records(self) -> Records:
-        """Returns the first transcripts written since the last call, by split."""
-        records, self.first_records = self.first_records, {}
-        return records
 
 
 def _list_facts(identity: RunIdentity) -> dict[str, str]:

@@ -11,7 +11,6 @@ import yaml
 from rl2.error_report import writing
 
 Line = dict[str, Any]  # of metrics.jsonl
-Records = dict[str, list[dict[str, Any]]]  # of transcripts, by split
 NOT_METRICS = {"weights", "warnings"}  # what a line has beside numbers
 
 

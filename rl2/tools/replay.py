@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
@@ -23,7 +24,6 @@ from safetensors.numpy import load_file
 
 from rl2.report.answers import prompt_of
 from rl2.report.saved import Record, read_lines, read_yaml
-from rl2.report.token_texts import find_tokenizer
 from rl2.run.records import read_object
 
 PACKAGE = Path(__file__).parent.parent
@@ -335,6 +335,20 @@ def add_text(run: Path, name: str, value: Any) -> str:
     is_token = name.startswith("tokens.") and name.endswith(".id") and isinstance(value, int)
     tokenizer = find_tokenizer(run, read_yaml(run / "config.yaml") or {}) if is_token else None
     return f"{value} {tokenizer.decode([value])!r}" if tokenizer else str(value)
+
+
+def find_tokenizer(folder: Path, config: Any) -> Any:
+    """That of the final model of a run, or of its actor; None if neither is on this machine."""
+    from transformers import AutoTokenizer  # slow to import, and few replays need it
+
+    model = folder / "model"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return AutoTokenizer.from_pretrained(
+            model if model.exists() else config["actor"]["model_name"],
+            local_files_only=True,
+            trust_remote_code=False,  # it would ask on the terminal
+        )
+    return None
 
 
 def shorten(*texts: str) -> list[str]:

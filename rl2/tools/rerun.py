@@ -40,7 +40,7 @@ def read_config(rerun: Rerun, kind: type) -> Any:
     config: Any = parse(kind, ["--config-dir", rerun.config, "--config-name", "config.yaml"])
     config.trainer.save_dir = rerun.out
     config.trainer.resume = rerun.checkpoint or "auto"
-    config.trainer.save_freq = config.trainer.report_freq = None
+    config.trainer.save_freq = None
     config.trainer.loggers = []
     for name in worker_names(config):
         section = getattr(config, name)

@@ -397,7 +397,7 @@ class EvaluationRun:
         with log.phase("test"):
             metrics = self.evaluator.evaluate(step=0, version=0)
         line = {f"test/{name}": value for name, value in metrics.items()}
-        log.write(0, line, folder.take_first_records())
+        log.write(0, line)
         log.close()
         if is_first_rank():
             print(self.evaluator.describe(metrics))

@@ -88,16 +88,15 @@ class Recorder:
         if self.start_step == 0 and self._is_test_due(0):
             metrics = self._evaluate(0)
             self._judge(0, metrics)  # no candidate, but a metric that is not there is found
-            self.metrics_log.write(0, metrics, self.folder.take_first_records())
+            self.metrics_log.write(0, metrics)
         elif self.folder.start.owes_test and self.evaluate is not None:
             metrics = self._evaluate(self.start_step)
-            records = self.folder.take_first_records()
             if self.folder.best is not None:
                 # Before the line is complete: a kill in between repeats the evaluation, which then
                 # changes nothing.
                 self._judge(self.start_step, metrics)
                 self._save(self.start_step, owes_test=True)
-            self.metrics_log.complete(self.start_step, metrics, records)
+            self.metrics_log.complete(self.start_step, metrics)
         if self._lacks_best_model(self.start_step):  # a kill came between checkpoint and export
             self._export_best()
         self.folder.begin()
@@ -144,7 +143,7 @@ class Recorder:
             self.folder.write_records("train", step, records, tokens)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
-        self.metrics_log.write(step, metrics, self.folder.take_first_records())
+        self.metrics_log.write(step, metrics)
         with self.phase("save"):
             self._save_if_due(step, is_stopping, owes_test)
         self.last_step = step

@@ -5,21 +5,9 @@ import os
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from written_runs import EVIL, save_tokens, write_run
+from written_runs import EVIL, write_run
 
 from rl2.report.page import write_page
-
-
-def make_tokenizer():
-    """A token a character."""
-    vocab = {character: i for i, character in enumerate(["\n", *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
 
 EXAMPLES = [
     {"role": "system", "content": "Calculate."},
@@ -65,10 +53,7 @@ def pages(tmp_path_factory):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[0]["messages"][-1]["content"] = f"{EVIL} needle"
     records[1]["messages"][-1]["content"] = "long " * 1000 + "haystack"
-    middle = sorted(records[8:16], key=lambda record: record["reward"])[4]
-    middle["messages"][-1]["content"] = "words that no other answer of its group has"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    save_tokens(first, 29, make_tokenizer())
     second = write_run(folder / "second", num_steps=20, num_groups=2, lr=3e-6, seed=1)
     sft = folder / "sft"
     sft.mkdir()
@@ -137,12 +122,9 @@ def test_the_curves_of_one_run_are_drawn(open_page):
     assert tested.locator("path:not(.grid)").count() == 15
     assert tested.is_visible() and page.locator("#headlines figure").count() == 3
     assert page.locator("figure", has_text="rollout/teaching").count() == 1
-    phases = page.locator("figure", has_text="seconds of each phase")
-    assert phases.locator("path.area").count() == 5
     lefts = page.locator("svg text").evaluate_all("texts => texts.map(t => t.getBBox().x)")
     assert len(lefts) > 100 and min(lefts) >= 0  # no sign is cut off
     assert "30 steps" in page.locator("#summary").inner_text()
-    assert page.locator("#steps tr").count() == 31
     assert page.locator("figure", has_text="actor/lr").is_visible()
     assert page.locator("svg:not([aria-label])").count() == 0
 
@@ -176,12 +158,12 @@ def test_axes_have_0_and_those_of_shares_reach_1(open_page):
 def test_what_never_changes_is_a_value_and_no_chart(open_page):
     page = open_page("short")
     assert page.locator("svg").count() == 0
-    assert "step 1" in page.locator("#headlines").inner_text()
+    assert "at all steps" in page.locator("#headlines").inner_text()
     unfold(page, "#details details")
     assert page.locator("svg").count() == 0
     for name in ("actor/lr", "time/update", "rollout/teaching"):
-        value = page.locator(".constants > div", has=page.get_by_text(name, exact=True))
-        assert float(value.locator("dd").inner_text()) >= 0
+        figure = page.locator("figure", has=page.get_by_text(name, exact=True))
+        assert "at all steps" in figure.inner_text()
     assert not page.locator("#warnings").is_visible()
 
 
@@ -189,41 +171,42 @@ def test_warnings_have_their_steps(open_page):
     page = open_page("tested")
     [nothing, cut] = page.locator("#warnings li").all_inner_texts()
     assert nothing.startswith(f"step 7 taught nothing: the reason {EVIL}")
-    assert nothing.endswith("2 of 30 steps: 7, 9")
+    assert nothing.endswith("2 of 30 steps, 7 to 9")
     assert cut.startswith("step 10 had most answers cut: too long")
-    assert cut.endswith("21 of 30 steps: 10 to 30")
+    assert cut.endswith("21 of 30 steps, 10 to 30")
 
 
-def test_held_out_answers_are_side_by_side(open_page):
+def test_held_out_answers_stand_before_and_after_the_changed_ones_first(open_page):
     page = open_page("tested")
-    assert "3 of 20 questions better" in page.locator("#compared-note").inner_text()
-    questions = page.locator("#questions > article")
-    first = questions.first
+    change = "3 were answered better at step 30 than at step 0, 2 worse and 15 the same"
+    assert change in page.locator("#summary").inner_text()
+    page.select_option("#split", "test")
+    groups = page.locator("#groups > article")
+    assert groups.count() == 20
+    titles = page.locator("#groups h3").all_inner_texts()
+    assert [title.partition(" at step 30")[0] for title in titles[:6]] == [
+        *["better"] * 3,
+        *["worse"] * 2,
+        "the same",
+    ]
+    first = groups.first
     assert "What is 0 x 2?" in first.inner_text()
     before, after = first.locator(".card").all()
     assert "step 0 says 0" in before.inner_text() and "step 30 says 1" in after.inner_text()
-    assert "× 2" in before.inner_text()
-    boxes = [card.bounding_box() for card in (before, after)]
-    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
-    while page.locator("#more-questions").is_visible():
-        page.locator("#more-questions").click()
-    assert questions.count() == 20
-    page.select_option("#change", "worse")
-    assert questions.count() == 2 and "What is 3 x 2?" in questions.first.inner_text()
+    assert "before training" in before.inner_text() and "× 2" in before.inner_text()
+    assert "80 answers selected" in page.locator("#answer-note").inner_text()
+    page.select_option("#step", "30")
+    assert groups.first.locator(".card").count() == 1
 
 
-def test_what_all_prompts_begin_with_is_there_once_and_folded(open_page):
+def test_the_messages_before_a_question_are_folded(open_page):
     page = open_page("tested")
     page.select_option("#split", "test")
-    for place in ("#compared-shared", "#shared"):
-        example = page.locator(place).get_by_text("An example: 1")
-        assert not example.is_visible()
-        page.locator(f"{place} summary").click()
-        expect(example).to_be_visible()
-    assert page.get_by_text("An example: 1").count() == 2
-    assert page.locator("#groups > article").count() == 20
-    assert page.locator("#groups .card").count() == 20  # with a count of 2 each
-    assert "40 answers selected" in page.locator("#answer-note").inner_text()
+    group = page.locator("#groups > article").first
+    example = group.get_by_text("An example: 1")
+    assert not example.is_visible() and "What is" in group.inner_text()
+    group.locator("summary", has_text="3 messages before").click()
+    expect(example).to_be_visible()
 
 
 def test_the_values_of_a_step_are_at_the_pointer_and_curves_can_be_smooth(open_page):
@@ -244,7 +227,6 @@ def test_two_runs_are_laid_over_each_other_and_their_configs_compared(open_page)
     reward = page.locator("figure", has_text="reward/mean").first
     assert reward.locator("path:not(.grid):not(.dot)").count() == 2
     unfold(page, "#details details")
-    assert page.locator("figure", has_text="seconds of each phase").count() == 2
     differences = page.locator("#config details", has_text="runs differ").inner_text()
     assert "actor.lr\t1e-06\t3e-06" in differences
     assert "save_dir" not in differences and "versions" not in differences
@@ -274,7 +256,7 @@ def rewards(page):
     return [float(text) for text in page.locator(".card header b").all_inner_texts()]
 
 
-def test_the_best_the_worst_and_the_most_different_come_first(open_page):
+def test_the_best_and_the_worst_come_first_by_the_reward_or_a_part(open_page):
     page = open_page("one")
     page.select_option("#step", "all")
     page.select_option("#order", "best")
@@ -287,27 +269,14 @@ def test_the_best_the_worst_and_the_most_different_come_first(open_page):
     page.select_option("#order", "worst")
     worst = rewards(page)
     assert worst == sorted(worst) and worst[0] < best[0]
-    page.select_option("#order", "different")
-    cards = page.locator(".card").all()
-    texts = [set(" ".join(card.locator("pre").all_text_contents()).split()) for card in cards]
-    distances = [1 - len(a & b) / len(a | b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
-    assert distances == sorted(distances, reverse=True) and distances[0] > distances[-1]
-    page.select_option("#step", "30")
-    group = page.locator("#groups > article", has_text="step 30, group 1:")
-    assert "no other answer of its group" in group.locator(".card").nth(1).inner_text()
+    page.select_option("#part", "short")
+    tags = page.locator(".card .tag", has_text="short").all_inner_texts()
+    shorts = [float(tag.removeprefix("short ")) for tag in tags]
+    assert shorts == sorted(shorts) and rewards(page) != worst
 
 
 def test_answers_are_filtered_and_searched(open_page):
     page = open_page("one")
-    unfold(page, "#filters")
-    page.select_option("#part", "right")
-    page.fill("#least", "1")
-    right = page.locator(".card").count()
-    assert 0 < right < 32 and page.locator(".card", has_text="right 0").count() == 0
-    page.fill("#least", "")
-    page.fill("#most", "0.5")
-    assert page.locator(".card").count() == 32 - right
-    page.fill("#most", "")
     page.select_option("#finish", "length")
     cut = page.locator(".card").count()
     assert 0 < cut < 32 and page.locator(".card .tag.bad", has_text="length").count() == cut
@@ -321,22 +290,6 @@ def test_answers_are_filtered_and_searched(open_page):
     page.fill("#text-search", "nowhere to be seen")
     assert page.locator(".card").count() == 0
     assert "0 answers selected" in page.locator("#answer-note").inner_text()
-
-
-def test_tokens_are_shaded_by_what_was_saved(open_page):
-    page = open_page("one")
-    assert page.locator("#shade option").all_text_contents() == [
-        *("nothing", "advantage", "|engine − trainer|")
-    ]
-    unfold(page, "#filters")
-    page.select_option("#step", "29")
-    text = page.locator(".card pre").nth(2).inner_text()
-    for kind, words in (("advantages", "Green"), ("gap", "log-probability")):
-        page.select_option("#shade", kind)
-        spans = page.locator(".card pre").nth(2).locator("span")
-        assert page.locator(".card pre").nth(2).inner_text() == text and spans.count() > 100
-        colors = spans.evaluate_all("spans => new Set(spans.map(s => s.style.background)).size")
-        assert colors > 20 and words in page.locator("#shade-note").inner_text()
 
 
 @pytest.mark.parametrize("name", ["one", "two", "sft", "tested", "short"])
@@ -364,7 +317,6 @@ def test_dark_and_print(open_page):
     page.emulate_media(media="print")
     assert background(page) == "rgb(255, 255, 255)"
     assert not page.locator(".controls").first.is_visible()
-    assert not page.locator("#steps").is_visible()  # a wide table would shrink all pages
     adjust = "getComputedStyle(document.querySelector('.card')).printColorAdjust"
     assert page.evaluate(adjust) == "exact"  # or the runs lose their colours
     assert page.locator("figure").first.is_visible() and page.locator(".card").first.is_visible()

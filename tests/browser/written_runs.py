@@ -5,9 +5,6 @@ import math
 import random
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
 WORDS = "so the sum of both numbers is then what we carry over to next column since".split()
 EVIL = '</script><script>window.isEvil = true</script><img src="http://evil.test/x.png">'
 
@@ -92,25 +89,3 @@ def make_metrics(rng: random.Random, step: int, records: list[dict]) -> dict:
     if step % 5 == 0 or step == 1:
         metrics |= {"test/avg@4": mean / 2, "test/avg@4_stderr": 0.05, "test/reward/mean": mean / 2}
     return metrics
-
-
-def save_tokens(folder: Path, step: int, tokenizer) -> None:
-    """Writes the tokens of a step as trainer.save_tokens does, and the tokenizer into model/."""
-    tokenizer.save_pretrained(folder / "model")
-    path = folder / f"rollouts/train/step_{step}.jsonl"
-    columns: dict[str, list] = {name: [] for name in ("tokens", "mask", "length", "trajectory")}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        before = len(columns["tokens"])
-        for message in record["messages"]:
-            ids = tokenizer.encode(message["content"] + "\n")
-            columns["tokens"] += ids
-            columns["mask"] += [int(message["role"] == "assistant")] * (len(ids) - 1) + [0]
-        columns["length"].append(len(columns["tokens"]) - before)
-        columns["trajectory"].append(record["id"])
-    arrays = {name: np.array(values, np.int32) for name, values in columns.items()}
-    place = np.arange(len(arrays["tokens"]))
-    arrays["advantages"] = np.sin(place).astype(np.float32)
-    arrays["logps"] = -np.cos(place).astype(np.float32)
-    arrays["trainer_logps"] = np.zeros(len(place), np.float32)
-    save_file(arrays, path.with_suffix(".safetensors"))
