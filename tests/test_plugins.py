@@ -137,22 +137,6 @@ def test_a_loss_of_ages_by_hand():
     assert metrics["age"].equal(ages)
 
 
-def test_turns_and_ages_in_a_run(tmp_path):
-    line = train(
-        ["-m", "rl2.trainer.ppo"],
-        tmp_path,
-        [{"messages": [message("user", text)]} for text in ("ab", "cd")],
-        f"rollout.env_path={PLUGINS}/environment.py",
-        f"adv.estimator={PLUGINS}/turns_and_ages.py:turn_credit",
-        f"actor.loss={PLUGINS}/turns_and_ages.py:aged",
-        "rollout.max_turns=2",
-        "data.prompts_per_rollout=2",
-        "data.responses_per_prompt=4",
-        "rollout.train_sampling_params.max_new_tokens=8",
-    )
-    assert line["actor/age"] == 0
-
-
 PARTS_ENV = """
 def reward_fn(messages):
     text = messages[-1]["content"]
@@ -186,17 +170,13 @@ def test_a_loss_that_needs_the_reference_and_an_estimator_of_reward_parts(tmp_pa
     torch.testing.assert_close(advantages, expected / (expected.std() + 1e-4))
 
 
-@pytest.mark.parametrize("loss", ["simpo", "orpo"])
-def test_a_preference_loss_without_a_reference(tmp_path, loss):
-    replies = {"chosen": "yes", "rejected": "no"}
-    pairs = [
-        {
-            name: [message("user", question), message("assistant", reply)]
-            for name, reply in replies.items()
-        }
-        for question in "abcd"
-    ]
-    settings = (f"dpo.loss={loss}", "dpo.sft_coef=0.5", "data.batch_size=2")
+def test_a_preference_loss_without_a_reference(tmp_path):
+    pairs = []
+    for question in "abcd":
+        prompt = message("user", question)
+        replies = {"chosen": message("assistant", "yes"), "rejected": message("assistant", "no")}
+        pairs.append({name: [prompt, reply] for name, reply in replies.items()})
+    settings = ("dpo.loss=orpo", "dpo.sft_coef=0.5", "data.batch_size=2")
     line = train(["-m", "rl2.trainer.dpo"], tmp_path, pairs, *settings)
     assert "time/reference" not in line and "actor/kl" not in line
     assert line["actor/chosen_loss"] > 0
