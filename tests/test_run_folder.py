@@ -530,6 +530,8 @@ rollout:
 
 def test_the_config_of_an_older_run_is_read_without_sections_that_had_no_effect(run):
     text = (run / "config.yaml").read_text() + OLD_SECTION
+    text = text.replace("trainer:\n", "trainer:\n  report_freq: null\n")
+    assert "report_freq" in text
     keys = []
     for old in (text, text.replace("env_path: null", "env_path: env.py")):
         Path("old.yaml").write_text(old)

@@ -1,6 +1,5 @@
 """Shows a run on the console: one line per step, and the time left."""
 
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +7,7 @@ from tqdm import tqdm
 
 from rl2.config.conditions import has_section
 from rl2.report.health import Metrics, learns_from_groups_alone
-from rl2.run.success import REWARD, held_out_pattern, training_metric
+from rl2.run.success import REWARD, held_out_results, training_metric
 
 MAX_REWARD_PARTS = 4  # per line
 # The metrics of a line, each with its name and format there. A reward model has those of its critic
@@ -24,7 +23,6 @@ COLUMNS = {
     "actor/entropy": ("entropy", ".3f"),
     "critic/loss": ("value loss", ".4f"),
     "rollout/length": ("length", ".0f"),
-    "test/loss": ("test loss", ".4f"),
     "test/perplexity": ("test perplexity", ".3f"),
     "test/accuracy": ("test accuracy", ".3f"),
     "test/margin": ("test margin", ".3f"),
@@ -56,13 +54,37 @@ class Console:
 
     def log(self, step: int, metrics: Metrics) -> None:
         self.bar.update(step - self.bar.n)
-        line = format_line(metrics, self.num_steps, self.compares_groups, self.score)
+        line = self._format(metrics)
         if step > 0:
             self.num_logged += 1
             self.seconds += metrics["time/step"]
             pace = self.seconds / self.num_logged
             line += f"  {timedelta(seconds=round(pace * (self.num_steps - step)))} left"
         self.print(line)
+
+    def _format(self, metrics: Metrics) -> str:
+        """Formats the line of a step, with the metrics that it has and its longest phase."""
+        values = [f"step {metrics['step']}/{self.num_steps}"]
+        if REWARD in metrics:
+            values += _reward_values(metrics, self.score)
+            # The loss of PPO is near 0 whether the policy learns or not.
+            metrics = {name: metrics[name] for name in metrics if name != "actor/loss"}
+        else:  # a reward model is a critic without an actor
+            metrics = {name.replace("critic/", "actor/"): metrics[name] for name in metrics}
+        if "rollout/zero_variance" in metrics and self.compares_groups:
+            values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
+        for (test_set, metric), value in held_out_results(metrics, self.score).items():
+            name = test_set or ("reward" if metric == REWARD else metric)
+            values.append(f"test {name} {value:.3f}")
+        for metric, (name, form) in COLUMNS.items():
+            value = metrics.get(metric)
+            # A mean over no tokens is NaN, and is left out where 0 is.
+            if value is not None and (value > 0 or metric not in HIDDEN_AT_ZERO):
+                values.append(f"{name} {value:{form}}")
+        phases = [name for name in metrics if name.startswith("time/") and name != "time/step"]
+        longest = max(phases, key=lambda phase: metrics[phase])
+        share = f"{longest.removeprefix('time/')} {metrics[longest]:.1f}"
+        return "  ".join([*values, f"{metrics['time/step']:.1f}s ({share})"])
 
     def print(self, text: str) -> None:
         self.bar.write(text)
@@ -85,34 +107,6 @@ def warn_of_checkpoints(config: Any) -> list[str]:
     ]
 
 
-def format_line(
-    metrics: Metrics, num_steps: int, compares_groups: bool, score: str | None = None
-) -> str:
-    """Formats the line of a step, with the metrics that it has and its longest phase.
-
-    `score` is rollout.score.
-    """
-    values = [f"step {metrics['step']}/{num_steps}"]
-    if REWARD in metrics:
-        values += _reward_values(metrics, score)
-        # The loss of PPO is near 0 whether the policy learns or not.
-        metrics = {name: metrics[name] for name in metrics if name != "actor/loss"}
-    else:  # a reward model is a critic without an actor
-        metrics = {name.replace("critic/", "actor/"): metrics[name] for name in metrics}
-    if "rollout/zero_variance" in metrics and compares_groups:
-        values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
-    values += _held_out_values(metrics, score)
-    for metric, (name, form) in COLUMNS.items():
-        value = metrics.get(metric)
-        # A mean over no tokens is NaN, and is left out where 0 is.
-        if value is not None and (value > 0 or metric not in HIDDEN_AT_ZERO):
-            values.append(f"{name} {value:{form}}")
-    phases = [name for name in metrics if name.startswith("time/") and name != "time/step"]
-    longest = max(phases, key=lambda phase: metrics[phase])
-    share = f"{longest.removeprefix('time/')} {metrics[longest]:.1f}"
-    return "  ".join([*values, f"{metrics['time/step']:.1f}s ({share})"])
-
-
 def _reward_values(metrics: Metrics, score: str | None) -> list[str]:
     """Formats success, where it is a part of the reward, and the reward with its other parts."""
     success = training_metric(score)
@@ -127,16 +121,3 @@ def _reward_values(metrics: Metrics, score: str | None) -> list[str]:
         parts = [*parts[:MAX_REWARD_PARTS], "..."]
     reward = f"reward {metrics[REWARD]:.3f}"
     return [*values, f"{reward} ({' '.join(parts)})" if parts else reward]
-
-
-def _held_out_values(metrics: Metrics, score: str | None) -> list[str]:
-    """Formats success on each test set, and the loss on those that have a name."""
-    success = held_out_pattern(score)
-    values = []
-    for metric, value in metrics.items():
-        if named := re.fullmatch(rf"test/(?!reward/)(\w+)/({success}|loss)", metric):
-            values.append(f"test {named[1]} {value:.3f}")
-        elif alone := re.fullmatch(rf"test/({success})", metric):
-            name = "reward" if score is None else alone[1]
-            values.append(f"test {name} {value:.3f}")
-    return values

@@ -6,7 +6,6 @@ config and the metrics, so none is used unless it is named.
 """
 
 import ctypes
-import inspect
 import json
 import os
 import resource
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import psutil
@@ -68,8 +66,8 @@ class Wandb:
     def __init__(self, run: RunInfo):
         import wandb
 
-        if not (os.environ.get("WANDB_MODE") or _is_logged_in(wandb)):
-            raise RuntimeError("it is not logged in: wandb login")
+        if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
+            raise RuntimeError("it is not logged in")
         with progress.expecting(WANDB_SECONDS):
             self.run = wandb.init(
                 dir=str(run.folder),
@@ -96,16 +94,9 @@ def start_wandb(run: RunInfo) -> Logger | None:
     except Exception as error:  # also: the run of this id was deleted there
         print(
             f"wandb does not start, so metrics go to metrics.jsonl only: {error} "
-            "(pip install wandb, wandb login, or trainer.disable_wandb=true)"
+            "(pip install -U wandb, wandb login, or trainer.disable_wandb=true)"
         )
         return None
-
-
-def _is_logged_in(wandb: ModuleType) -> bool:
-    """Whether there is a key, without asking for one."""
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return wandb.login(prompt=False, verify=False)
-    return bool(wandb.api.api_key)  # deprecated where `login` has `prompt`
 
 
 class TensorBoard:

@@ -4,6 +4,7 @@ This is its only definition, of one answer and of the metric that has its mean. 
 evaluations, trainer.save_best, the console, reports and commands take it from here.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,9 +39,19 @@ def held_out_metric(part: str | None, num_samples: int) -> str:
     return REWARD if part is None else f"avg@{num_samples}"
 
 
-def held_out_pattern(part: str | None) -> str:
-    """Matches what `held_out_metric` returns, for readers of runs with any number of samples."""
-    return REWARD if part is None else r"avg@\d+"
+def held_out_results(metrics: Mapping[str, Any], part: str | None) -> dict[tuple[str, str], Any]:
+    """Returns success and loss on each test set, by its name ("" without one) and the metric.
+
+    `part` is rollout.score; the run may have sampled any number of answers to a question.
+    """
+    success = REWARD if part is None else r"avg@\d+"
+    # A part of the reward may be called loss, too.
+    pattern = rf"test/(?:(?!reward/)(\w+)/)?({success}|loss)"
+    results = {}
+    for metric, value in metrics.items():
+        if match := re.fullmatch(pattern, metric):
+            results[match[1] or "", match[2]] = value
+    return results
 
 
 def saved_score(config: Any) -> str | None:

@@ -7,7 +7,6 @@ named below the table, and the rest is shown.
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from rl2.error_report import print_answer
 from rl2.report.saved import Record
 from rl2.run.lock import Holding, look_at_lock
 from rl2.run.records import DamagedFile, read_object
-from rl2.run.success import REWARD, held_out_pattern, saved_score, training_metric
+from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 TITLES = ("RUN", "TRAINER", "MODEL", "STEPS", "LAST", "HELD OUT", "STATE", "WRITTEN", "CHECKPOINTS")
 NOTHING = "-"
@@ -196,13 +195,7 @@ def parse_line(text: bytes) -> Record | None:
 
 def held_out(line: Record, score: str | None) -> dict[str, float | None]:
     """Returns success or the loss on each test set, by its name, "" without one."""
-    # A part of the reward may be called loss, too.
-    pattern = rf"test/(?:(?!reward/)(?P<set>\w+)/)?(?:{held_out_pattern(score)}|loss)"
-    results = {}
-    for name, value in line.items():
-        if match := re.fullmatch(pattern, name):
-            results[match["set"] or ""] = value
-    return results
+    return {name: value for (name, _), value in held_out_results(line, score).items()}
 
 
 def find_state(run: Summary, record: Record, holding: Holding, is_evaluation: bool) -> State:

@@ -12,8 +12,8 @@ env=.venv-browser
 wanted="$(cat tests/browser/run.sh constraints.txt | cksum)"
 if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
     [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-    # Playwright's own browsers are not downloaded. The report needs the rest; torch is not among it.
-    "$env/bin/python" -m pip install -qq -c constraints.txt playwright==1.65.2 pytest numpy pyyaml safetensors transformers
+    # Playwright's own browsers are not downloaded. Of the packages of rl2 the report needs two.
+    "$env/bin/python" -m pip install -qq -c constraints.txt playwright==1.65.2 pytest pyyaml safetensors
     echo "$wanted" >"$env/installed"
 fi
 CHROMIUM="$(find_browser)" PYTHONPATH=. "$env/bin/python" -m pytest -x -q --durations=5 tests/browser "$@"
