@@ -38,7 +38,7 @@ COMMANDS = {
     "env": Command(
         "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
     ),
-    "ls": Command("rl2.tools.ls", "lists runs: steps, rewards, results, state, size on disk"),
+    "ls": Command("rl2.tools.ls", "lists runs: trainer, steps, success, state"),
     "chat": Command("rl2.tools.chat", "talks to the model of a run, or of any model folder"),
     "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
     "compare": Command(

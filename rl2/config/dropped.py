@@ -11,6 +11,7 @@ DROPPED = {
     "rl2 prove": "rl2 as it is: every start compares model and engine (docs/proofs.md)",
     "rl2 diff": "rl2 replay RUN --step N, or diff on the config.yaml and metrics.jsonl of two runs",
     "rl2 env --attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
+    "rl2 ls --json": "rl2.Run(FOLDER).metrics, or metrics.jsonl and run.json of the run",
     "rl2 chat --alone": "rl2 chat RUN: only the model of the run answers",
     "rl2 chat --best": "rl2 chat RUN/best_model",
     "rl2 chat --max-new-tokens": "transformers chat RUN/model",
