@@ -60,12 +60,13 @@ def folder(monkeypatch, tmp_path_factory):
 
 
 def find_processes(folder):
-    """The processes that have `folder` in their command line and are no zombies."""
+    """The processes that have `folder` in their command line, or run there, and are no zombies."""
     processes = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_zombie = path.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if str(folder).encode() in path.joinpath("cmdline").read_bytes() and not is_zombie:
+            places = path.joinpath("cmdline").read_text() + os.readlink(path / "cwd")
+            if str(folder) in places and not is_zombie:
                 processes.append(path.name)
         except OSError:  # it has ended meanwhile
             continue
@@ -229,14 +230,12 @@ def test_a_launcher_that_fails_is_no_fault_of_the_program(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a program another user id")
-def test_a_python_that_others_may_not_run_is_no_fault_of_the_program(folder, monkeypatch):
+def test_a_python_that_others_may_not_run_is_no_sandbox(folder, monkeypatch):
     private = folder / "private"
     private.mkdir(mode=0o700)
     private.joinpath("python").symlink_to(PYTHON)
     monkeypatch.setattr(sys, "executable", str(private / "python"))
     assert not sandbox.works("user")
-    with pytest.raises(OSError, match="private/python does not start: PermissionError"):
-        run_one("print()", strength="user")
 
 
 def run_in_process(program, core):
@@ -300,32 +299,6 @@ def test_a_program_that_gets_no_core_is_told_from_one_that_sleeps():
         pytest.skip("this kernel does not tell how long a process waits for a core")
     output = subprocess.check_output([PYTHON, "-c", textwrap.dedent(script)], text=True)
     assert output == "True\n"
-
-
-def test_calls_that_neither_namespaces_nor_limits_hold_for(strength):
-    result = run_one(
-        """
-        import ctypes, os, socket
-        for make in (
-            lambda: socket.socket(40, socket.SOCK_STREAM),  # AF_VSOCK
-            lambda: socket.socket(38, socket.SOCK_SEQPACKET),  # AF_ALG
-            lambda: os.memfd_create("name"),
-        ):
-            try:
-                make()
-                print("made")
-            except OSError as error:
-                print(error.errno)
-        libc = ctypes.CDLL(None)
-        print(libc.shmget(0, 4096, 0o600), libc.syscall(425, 1, 0))
-        for family in (socket.AF_INET, socket.AF_UNIX):
-            socket.socket(family).close()
-        print(ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 5)())
-        """,
-        limits=Limits(),
-        strength=strength,
-    )
-    assert result == ("succeeded", "97\n97\n38\n-1 -1\n5\n", "")
 
 
 def test_one_process_of_a_run_names_the_strength():

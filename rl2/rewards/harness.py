@@ -2,8 +2,8 @@
 
 A sandbox has no rl2, so both programs begin with the text of this file (rl2/rewards/code.py). The
 processes are connected by their standard inputs. The tests ask for calls of the program's
-functions, and only plain data crosses, in JSON: numbers, texts, bytes, None, Python's own types,
-and lists, tuples, sets and dicts of them. So no code of the program runs where the tests decide,
+functions, and only plain data crosses, in JSON: numbers, texts, bytes, None, and lists, tuples,
+sets and dicts of them. So no code of the program runs where the tests decide,
 and the program sees no more of the tests than the arguments of its functions.
 
 An object of the program that is no plain data stays in its process. The tests have a ProgramObject
@@ -15,7 +15,6 @@ import builtins
 import functools
 import importlib
 import inspect
-import itertools
 import json
 import operator
 import os
@@ -27,7 +26,6 @@ from typing import Any, ClassVar, NoReturn
 
 MAX_INT = 2**63  # Python reads no decimal text of a number with more than 4,300 digits.
 PROGRAM_ENDED = "the program has ended"  # what the tests write then
-TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 # What the program's process does for the tests: the operators of an object, and the rest.
 OPERATORS: dict[str, Callable] = {
@@ -61,8 +59,6 @@ class Connection:
             return value
         if isinstance(value, int):
             return value if -MAX_INT < value < MAX_INT else ("int", hex(value))
-        if isinstance(value, complex):
-            return "complex", (value.real, value.imag)
         if isinstance(value, bytes | bytearray):
             return "bytes", value.hex()
         for name, kind in CONTAINERS.items():
@@ -70,8 +66,6 @@ class Connection:
                 return name, [self.encode(item) for item in kind.__iter__(value)]
         if isinstance(value, dict):
             return "dict", [(self.encode(key), self.encode(x)) for key, x in dict.items(value)]
-        if isinstance(value, type) and TYPES.get(value.__name__) is value:
-            return "type", value.__name__
         return self.encode_object(value)
 
     def encode_object(self, value: Any) -> Any:
@@ -87,12 +81,8 @@ class Connection:
             return {self.decode(key): self.decode(value) for key, value in content}
         if kind == "int":
             return int(content, 16)
-        if kind == "complex":
-            return complex(*content)
         if kind == "bytes":
             return bytes.fromhex(content)
-        if kind == "type":
-            return TYPES[content]
         return self.decode_object(kind, content)
 
     def decode_object(self, kind: str, content: Any) -> Any:
@@ -109,7 +99,7 @@ class Server(Connection):
 
     def encode_object(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, BaseException):
-            return "error", describe(value)
+            return "error", bases_of(value)
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encode(value.tolist())
         number = self.numbers.setdefault(id(value), len(self.objects))
@@ -126,18 +116,20 @@ class Server(Connection):
             text = json.dumps((self.encode(value), None))
         except BaseException as error:
             try:
-                text = json.dumps((None, (describe(type(error)), self.encode(error.args))))
+                text = json.dumps((None, (bases_of(type(error)), self.encode(error.args))))
             except Exception:
-                text = json.dumps((None, (("Exception", ()), self.encode(["no message"]))))
+                text = json.dumps((None, (["Exception"], self.encode(["no message"]))))
         self.send(text)
 
 
-def describe(kind: type) -> tuple:
-    """Returns the name of a class of exceptions and its bases, of which Python's own have none."""
-    if kind.__module__ == "builtins":
-        return kind.__name__, ()
-    bases = [base for base in kind.__bases__ if issubclass(base, BaseException)]
-    return kind.__name__, [describe(base) for base in bases]
+def bases_of(kind: type) -> list[str]:
+    """Returns the names of a class of exceptions and of its bases, up to the first of Python."""
+    names = []
+    for base in kind.__mro__:
+        names.append(base.__name__)
+        if base.__module__ == "builtins":
+            break
+    return names
 
 
 def serve(program: str) -> None:
@@ -173,7 +165,7 @@ class Client(Connection):
         try:
             value, error = json.loads(line)
             value = self.decode(value)
-            error = error and self.make_error(self.decode_error(*error[0]), self.decode(error[1]))
+            error = error and self.make_error(error[0], self.decode(error[1]))
         except Exception as problem:
             fail(f"the program has sent what is no result: {problem!r:.100}")
         if isinstance(error, StopIteration) and name != "next":
@@ -189,24 +181,24 @@ class Client(Connection):
 
     def decode_object(self, kind: str, content: Any) -> Any:
         if kind == "error":
-            return self.decode_error(*content)
+            return self.error_class(content)
         number, name = content
         return self.objects.setdefault(number, ProgramObject(number, str(name)))
 
-    def decode_error(self, name: str, bases: list) -> type[BaseException]:
-        """Returns a class that can be raised and caught, for a class of exceptions."""
-        if not bases:
-            kind = TYPES[name]
-            return kind if issubclass(kind, BaseException) else Exception
-        if name not in self.errors:
-            kinds = tuple(self.decode_error(*base) for base in bases)
-            self.errors[name] = type(name, kinds, {})
-        return self.errors[name]
+    def error_class(self, names: list[str]) -> type[BaseException]:
+        """Returns a class that can be raised and caught, for the names of a class and its bases."""
+        *own, last = names
+        kind = getattr(builtins, last)
+        if not issubclass(kind, BaseException):
+            kind = Exception
+        for name in reversed(own):
+            kind = self.errors.setdefault(name, type(name, (kind,), {}))
+        return kind
 
-    def make_error(self, kind: type[BaseException], arguments: tuple) -> BaseException:
+    def make_error(self, names: list[str], arguments: tuple) -> BaseException:
         try:
-            return kind(*arguments)
-        except Exception:
+            return self.error_class(names)(*arguments)
+        except TypeError:
             return Exception(*arguments)
 
 
@@ -260,26 +252,11 @@ def fail(message: str) -> NoReturn:
     os._exit(1)
 
 
-def as_json(value: Any) -> Any:
-    """Returns the value as JSON has it, where that makes a difference: lists, and texts as keys.
-
-    It is for tests that call one function: rl2/rewards/code.py writes them.
-    """
-    if isinstance(value, dict):
-        return {_json_key(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return value
-
-
-def _json_key(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    return json.dumps(key) if isinstance(key, int | float | None) else str(key)
-
-
 def check(tests: str, token: str) -> NoReturn:
-    """Runs the tests. When all have passed, writes the token, which they do not know."""
+    """Runs the tests. When all have passed, writes the token, which they do not know.
+
+    Then comes what makes the tests useless for any program, if they are.
+    """
     ProgramObject.client = Client()
     program = ProgramObject(0, "module")
     solution = ModuleType("solution")
@@ -289,7 +266,8 @@ def check(tests: str, token: str) -> NoReturn:
     sys.modules.update(solution=solution, tests=module)
     scope = vars(module)
     tree = ast.parse(tests)
-    for name in find_names(tree):
+    names = find_names(tree)
+    for name in names:
         with suppress(AttributeError):
             scope[name] = getattr(program, name)
     if "unittest" in tests:
@@ -303,11 +281,28 @@ def check(tests: str, token: str) -> NoReturn:
         for node in tree.body:
             if isinstance(node, ast.If) and is_main_guard(node):
                 exec(compile(ast.Module(node.body, []), "tests", "exec"), scope)
-    if not Client.num_calls:
-        sys.exit("the tests call nothing of the program")
     sys.stdout.flush()
-    os.write(1, token.encode())
+    os.write(1, f"{token}{find_problem(scope, names)}".encode())
     os._exit(0)
+
+
+def find_problem(scope: dict[str, Any], names: set[str]) -> str:
+    """Says what the tests lack, or nothing. `names` are those that they use."""
+    for name, value in scope.items():
+        is_own = isinstance(value, FunctionType) and value.__module__ == "tests"
+        is_test = is_own and name.startswith("test") and name not in names
+        if is_test and needed_arguments(value) and not hasattr(value, "pytestmark"):
+            arguments = ", ".join(sorted(needed_arguments(value)))
+            return (
+                f"the tests have {name}({arguments}), and nothing calls it. Add a call; fixtures "
+                "of pytest are not supported"
+            )
+    if Client.num_calls:
+        return ""
+    return (
+        "the tests run nothing of the program. Add a call, such as check(f), or tests that pytest "
+        "or unittest would find"
+    )
 
 
 def find_names(tree: ast.Module) -> set[str]:
@@ -358,21 +353,16 @@ def with_arguments(run: Callable, function: Callable) -> Iterator[Callable]:
 
     A function that needs other arguments is none of the tests: they call it.
     """
-    marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
-    choices = []
-    given = {"self"}
-    for mark in marks:
-        names, values = mark.args[:2]
-        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-        given.update(names)
-        choices.append([named_values(names, value) for value in values])
-    if needed_arguments(function) - given:
-        return
-    for choice in itertools.product(*choices):
-        arguments: dict[str, Any] = {}
-        for part in choice:
-            arguments |= part
-        yield functools.partial(run, **arguments)
+    choices: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+            given = [named_values(names, value) for value in values]
+            choices = [choice | more for choice in choices for more in given]
+    for choice in choices:
+        if needed_arguments(function) <= {"self", *choice}:
+            yield functools.partial(run, **choice)
 
 
 def named_values(names: list[str], value: Any) -> dict[str, Any]:
@@ -395,22 +385,17 @@ def needed_arguments(function: Callable) -> set[str]:
 def run_method(kind: type, name: str, **arguments: Any) -> None:
     """Runs a method of a new object of a class, between what pytest runs before and after it."""
     tests = kind()
+
+    def run_hooks(*names: str) -> None:
+        for hook in [getattr(tests, name) for name in names if hasattr(tests, name)]:
+            run_test(functools.partial(hook, method) if needed_arguments(hook) else hook)
+
     method = getattr(tests, name)
-    hooks = ("setup_class", "setup_method", "setup"), ("teardown_method", "teardown_class")
-    for before in hooks[0]:
-        run_hook(tests, before, method)
+    run_hooks("setup_class", "setup_method")
     try:
         run_test(functools.partial(method, **arguments))
     finally:
-        for after in hooks[1]:
-            run_hook(tests, after, method)
-
-
-def run_hook(tests: Any, name: str, method: Callable) -> None:
-    hook = getattr(tests, name, None)
-    if hook is not None:
-        takes_method = name.endswith("_method") and inspect.signature(hook).parameters
-        run_test(functools.partial(hook, method) if takes_method else hook)
+        run_hooks("teardown_method", "teardown_class")
 
 
 def run_test(test: Callable) -> None:

@@ -1,27 +1,24 @@
-"""Runs one program in a sandbox, or one command after another in a workspace.
+"""Runs one command after another in a sandbox: rl2/rewards/sandbox.py starts this file.
 
-rl2/rewards/sandbox.py starts this file for each program, and rl2/rewards/workspace.py for each
-workspace. It enters namespaces, gives up its rights, sets the limits and waits for the program.
-Then it kills every process that the program has started. Its exit status says how the program
-ended; in a workspace, it is sent. Any other status, with a traceback on stderr, means that the
-sandbox itself does not work.
+It enters namespaces, gives up its rights, sets the limits and waits for each command. Then it kills
+every process that the command has started, and sends how it ended. A traceback on stderr means that
+the sandbox itself does not work.
 """
 
 import ctypes
-import errno
-import glob
 import json
 import os
 import resource
+import shutil
 import signal
-import struct
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-# Exit statuses. Python's own is 1 when an error ends it.
+# How a command ended
 SUCCEEDED, FAILED, KILLED, TIMED_OUT, STARVED = 0, 3, 4, 5, 6
 # The trainer comes first: on a core that both want, a program gets a tenth. The launcher keeps its
 # priority, since it must be able to end a program on a busy machine.
@@ -41,24 +38,11 @@ CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-SECCOMP_ALLOW, SECCOMP_ERRNO = 0x7FFF0000, 0x50000
-# Instructions of its filters, and where they find their data
-LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06
-SYSCALL, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-X32 = 0x40000000  # from here on the calls of another, rare architecture
-# For each machine: its number, socket(), and calls that make memory which counts for no process
-# (memfd_create, memfd_secret, shmget) or sockets that no filter sees (io_uring_setup).
-SYSCALLS = {
-    "x86_64": (0xC000003E, 41, (319, 447, 29, 425)),
-    "aarch64": (0xC00000B7, 198, (279, 447, 194, 425)),
-}
-FAMILIES = (1, 2, 10, 16)  # of sockets: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> NoReturn:
+def main() -> None:
     job = json.loads(sys.argv[1])
     has_namespaces = job["strength"] == "namespaces"
     os.umask(0o022)
@@ -82,22 +66,17 @@ def main() -> NoReturn:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         build_root(job["paths"], job["limits"]["AS"])
     try:
-        if "channel" in job:
-            enter_workspace(job["folder"], user, has_namespaces)
-            sys.exit(serve(job, user, proc, has_namespaces))
-        sys.exit(supervise(job, user, proc))
+        enter_folder(job["folder"], user, has_namespaces)
+        serve(job, user, proc)
     finally:
-        if not has_namespaces:
-            kill_children(user)
+        kill_others(user)
 
 
-def enter_workspace(folder: str, user: int, has_namespaces: bool) -> None:
-    """Changes to the folder of a workspace. Its files belong to `user`.
+def enter_folder(folder: str, user: int, has_namespaces: bool) -> None:
+    """Changes to the folder of the sandbox. Its files belong to `user`.
 
     With namespaces it is a copy of `folder` in memory, where nothing can fill a disk.
     """
-    import shutil  # here, so that programs start faster
-
     if has_namespaces:
         shutil.copytree(folder, WORKSPACE, symlinks=True, dirs_exist_ok=True)
         folder = WORKSPACE
@@ -110,21 +89,18 @@ def enter_workspace(folder: str, user: int, has_namespaces: bool) -> None:
     os.environ["HOME"] = folder
 
 
-def serve(job: dict[str, Any], user: int, proc: int, has_namespaces: bool) -> int:
-    """Runs the commands of a workspace until the other end of its socket closes.
+def serve(job: dict[str, Any], user: int, proc: int) -> None:
+    """Runs the commands of a sandbox until the other end of its socket closes.
 
     A message is the JSON of a command and its limit of time, with the files of its standard input,
     output and errors. The answer is one byte, how it ended.
     """
-    import socket
-
     channel = socket.socket(fileno=job["channel"])
     channel.set_inheritable(False)
-    channel.send(bytes([SUCCEEDED]))  # ready
     while True:
         message, files, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 3)
         if not message:
-            return SUCCEEDED
+            return
         for file in files:
             os.set_inheritable(file, False)
         try:
@@ -132,20 +108,17 @@ def serve(job: dict[str, Any], user: int, proc: int, has_namespaces: bool) -> in
         except OSError as error:  # there is no such command
             os.write(files[2], f"{error}\n".encode())
             status = FAILED
-        if has_namespaces:
-            kill_namespace()
-        else:
-            kill_children(user)
+        kill_others(user)
         for file in files:
             os.close(file)
         channel.send(bytes([status]))
 
 
-def supervise(job: dict[str, Any], user: int, proc: int, files: Sequence[int] = ()) -> int:
+def supervise(job: dict[str, Any], user: int, proc: int, files: Sequence[int]) -> int:
     """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended.
 
-    `proc` is the folder /proc. `files` are the program's standard input, output and errors, if they
-    are not those of this process. OSError if the program cannot be started.
+    `proc` is the folder /proc. `files` are the program's standard input, output and errors. OSError
+    if the program cannot be started.
     """
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -198,7 +171,6 @@ def start_program(job: dict[str, Any], user: int, errors: int, files: Sequence[i
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         for name, value in job["limits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        forbid_calls()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(job["command"][0], job["command"])
     except Exception as error:
@@ -207,53 +179,26 @@ def start_program(job: dict[str, Any], user: int, errors: int, files: Sequence[i
         os._exit(FAILED)
 
 
-def forbid_calls() -> None:
-    """Forbids calls of the kernel for which neither namespaces nor limits hold."""
-    machine = os.uname().machine
-    if machine not in SYSCALLS or sys.maxsize < 2**32:
-        return
-    architecture, socket_call, forbidden = SYSCALLS[machine]
-    missing = (RETURN, 0, 0, SECCOMP_ERRNO | errno.ENOSYS)
-    # Each instruction: what it does, how many to skip if a comparison holds and if not, its number.
-    code = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, architecture), missing]
-    code += [(LOAD, 0, 0, SYSCALL), (JUMP_GREATER_EQUAL, 0, 1, X32), missing]
-    for number in forbidden:
-        code += [(JUMP_EQUAL, 0, 1, number), missing]
-    code += [(JUMP_EQUAL, 1, 0, socket_call), (RETURN, 0, 0, SECCOMP_ALLOW)]
-    code += [(LOAD, 0, 0, FIRST_ARGUMENT)]
-    for family in FAMILIES:
-        code += [(JUMP_EQUAL, 0, 1, family), (RETURN, 0, 0, SECCOMP_ALLOW)]
-    code += [(RETURN, 0, 0, SECCOMP_ERRNO | errno.EAFNOSUPPORT)]
-    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in code))
-    program = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxQ", len(code), ctypes.addressof(instructions))
-    )
-    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0)
-
-
-def kill_namespace() -> None:
-    """Kills all other processes of this namespace, at once, so none can start another one."""
-    assert os.getpid() == 1, "outside of a namespace this would end all processes of the user"
-    with suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    with suppress(ChildProcessError):  # none is left
-        while True:
-            os.waitpid(-1, 0)
-
-
-def kill_children(user: int) -> None:
-    """Kills the processes below this one, which inherits orphans. They belong to `user`."""
-    if os.geteuid() == user:
-        stop_children()
-    else:
+def kill_others(user: int) -> None:
+    """Kills all processes below this one, which inherits orphans. They belong to `user`."""
+    is_first = os.getpid() == 1  # of a namespace: it kills all others at once, so none starts more
+    if is_first:
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    elif os.geteuid() != user:
         while not kill_user(user):
             pass
     with suppress(ChildProcessError):  # none is left
         while True:
-            with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                for child in children.read().split():
-                    os.kill(int(child), signal.SIGKILL)
+            if not is_first:
+                kill_children()
             os.waitpid(-1, 0)
+
+
+def kill_children() -> None:
+    with open(f"/proc/self/task/{os.getpid()}/children") as children:
+        for child in children.read().split():
+            os.kill(int(child), signal.SIGKILL)
 
 
 def kill_user(user: int) -> bool:
@@ -270,33 +215,6 @@ def kill_user(user: int) -> bool:
         finally:
             os._exit(0)
     return os.waitpid(killer, 0)[1] == 0
-
-
-def stop_children() -> None:
-    """Stops the processes below this one, since nothing can kill them all at once.
-
-    A stopped process starts no other one and still counts in the limit of processes, so a program
-    that forks without end comes to rest. One that is killed would make room for the next.
-    """
-    stopped: set[int] = set()
-    while running := find_descendants() - stopped:
-        for process in running:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGSTOP)
-        stopped |= running
-
-
-def find_descendants() -> set[int]:
-    """The processes below this one."""
-    found: set[int] = set()
-    parents = [os.getpid()]
-    while parents:
-        for path in glob.glob(f"/proc/{parents.pop()}/task/*/children"):
-            with suppress(OSError), open(path) as children:  # its process may have ended
-                numbers = {int(child) for child in children.read().split()} - found
-                found |= numbers
-                parents += numbers
-    return found
 
 
 def become(user: int) -> None:

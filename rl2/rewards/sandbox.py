@@ -4,8 +4,8 @@
     result.status, result.stdout  # ("succeeded", "42\\n")
 
 Each program has a session of its own, a private folder, limits and a low priority. When it
-ends, all processes that it has started are killed. How strong the protection is beyond that depends
-on the machine:
+ends, all processes that it has started are killed. rl2/rewards/workspace.py runs one command after
+another in such a sandbox. How strong the protection is beyond that depends on the machine:
 
 namespaces: a program sees no network, no other processes, and no files but those of Python and its
     packages, which it cannot change. It can write into folders in memory. Where the trainer is
@@ -23,38 +23,52 @@ import json
 import os
 import random
 import shutil
-import stat
+import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Self
 
 from rl2.rewards import launcher
 
 STRENGTHS = ("namespaces", "user", "process")  # the strongest first
-STATUSES = {  # by the exit status of the launcher
+STATUSES = {  # by the answer of the launcher
     launcher.SUCCEEDED: "succeeded",
     launcher.FAILED: "failed",
     launcher.KILLED: "killed",
     launcher.TIMED_OUT: "timed out",
     launcher.STARVED: "starved",  # It timed out, and had waited for a core for most of the time.
 }
-SYSTEM_PATHS = {"/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
-GRACE_SECONDS = 10.0  # that the launcher has to kill what a program has started
+# What programs and commands can read with namespaces, besides Python and its packages: /bin and
+# what follows it are for the shell, and for the names that Debian gives to awk and others.
+SYSTEM_PATHS = {
+    *("/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"),
+    *("/bin", "/etc/alternatives", "/dev/zero"),
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+GRACE_SECONDS = 10.0  # that the launcher has to start, and to kill what a program has started
+END_SECONDS = 1.0  # that the other programs of a call have to end by themselves
 
 # All processes of a user run as many programs at a time as the machine has cores. A process takes a
-# core by a lock on its file, in a folder below one of these. The kernel drops the locks when that
-# process ends, however it ends.
-LOCK_FOLDERS = ("/dev/shm", tempfile.gettempdir())
-LOCK_SECONDS = 600.0  # Then a call does not wait any longer: some process may have been stopped.
-LOOK_SECONDS = 0.02  # between two looks for a free core
-INHERITED = "RL2_SANDBOX"  # in the environment: the process that knows the best strength, and that
+# core by a lock on its file in this folder. The kernel drops the locks when that process ends,
+# however it ends.
+LOCK_FOLDER = "/tmp/rl2-cores-{user}"
+INHERITED = "RL2_SANDBOX"  # in the environment: the best strength, once a process knows it
+
+# The content by the path in a folder. A file without content, None, is left out: data sets in
+# columns give each row the files of all rows.
+Files = Mapping[str, str | bytes | None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Program(NamedTuple):
     """The text of a program in Python, and its standard input."""
 
     text: str
-    stdin: bytes | socket = b""
+    stdin: bytes | socket.socket = b""
 
 
 class Result(NamedTuple):
@@ -92,20 +106,91 @@ def run(*programs: Program, limits: Limits | None = None, strength: str = "") ->
     The call waits for a free core. `strength` is the best by default. OSError if the sandbox itself
     fails.
     """
-    check_platform()
-    limits = limits or Limits()
     strength = strength or best_strength()
-    sandboxes: list[_Sandbox] = []
-    with free_core():
+    command = [sys.executable, "-I", "-X", "utf8", "program.py"]
+    results: list[Result] = []
+    with ExitStack() as stack:
+        stack.enter_context(free_core())
+        sandboxes: list[Sandbox] = []
+        for text, stdin in programs:
+            files = {"program.py": text.encode(errors="replace")}
+            sandboxes.append(stack.enter_context(Sandbox(files, limits, strength)))
+            sandboxes[-1].start(command, stdin)
+        for sandbox in reversed(sandboxes):
+            results.insert(0, sandbox.wait(END_SECONDS if results else None))
+    return results
+
+
+class Sandbox:
+    """A folder of its own, in which commands run one after another.
+
+    `files` are there at the start; a path to a folder stands for the files in it. The limits of
+    time hold for each command. OSError if the launcher cannot be started, RuntimeError if sandboxes
+    cannot work on this machine, ValueError for a path of a file that leads outside. A sandbox that
+    nobody refers to is closed.
+    """
+
+    def __init__(
+        self, files: Files | str | Path, limits: Limits | None = None, strength: str = ""
+    ) -> None:
+        check_platform()
+        self.limits = limits or Limits()
+        self._errors = tempfile.TemporaryFile()  # what the launcher prints if it fails
+        self._outputs: tuple[IO[bytes], IO[bytes]]
+        folder = tempfile.mkdtemp(prefix="rl2-sandbox-")
         try:
-            for program in programs:
-                sandboxes.append(_Sandbox(program, limits, strength))
-            with suppress(subprocess.TimeoutExpired):  # the program has stopped its launcher
-                sandboxes[-1].process.wait(limits.wall_seconds + GRACE_SECONDS)
-        finally:
-            for sandbox in reversed(sandboxes):
-                sandbox.end()
-    return [sandbox.read_result() for sandbox in sandboxes]
+            _fill(Path(folder), files)
+            job = _make_job(strength or best_strength(), self.limits, folder)
+            self._channel, process = _start_launcher(job, self._errors)
+        except BaseException:
+            _remove_folder(folder)
+            raise
+        self.close = weakref.finalize(self, _end, self._channel, process, folder)
+
+    def start(self, command: Sequence[str], stdin: bytes | socket.socket = b"") -> None:
+        """Starts a program with its arguments. OSError if the sandbox has ended."""
+        request = json.dumps({"command": command, "wall_seconds": self.limits.wall_seconds})
+        if len(request) > launcher.MAX_REQUEST_BYTES:
+            raise ValueError(
+                f"a command may have {launcher.MAX_REQUEST_BYTES} bytes: write its text to a file"
+            )
+        self._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        with _open_input(stdin) as source:
+            files = [file.fileno() for file in (source, *self._outputs)]
+            try:
+                socket.send_fds(self._channel, [request.encode()], files)
+            except OSError as error:
+                raise self._ended() from error
+
+    def wait(self, seconds: float | None = None) -> Result:
+        """Waits for the end of what runs. After so many seconds, if given, it is killed.
+
+        OSError if the sandbox has ended instead, or does not work. It is closed then.
+        """
+        limit = self.limits.wall_seconds + GRACE_SECONDS
+        try:
+            self._channel.settimeout(limit if seconds is None else seconds)
+            answer = self._channel.recv(1)
+        except OSError:  # also of a time that is over
+            answer = b""
+        if not answer:
+            self.close()
+            if seconds is None:
+                raise self._ended()
+        status = answer[0] if answer else launcher.KILLED
+        stdout, stderr = map(_read, self._outputs)
+        return Result(STATUSES[status], stdout, stderr)
+
+    def _ended(self) -> OSError:
+        reason = _read(self._errors).strip()
+        return OSError(f"the sandbox has ended{reason and ': '}{reason}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends what runs and removes all files."""
+        self.close()
 
 
 def check_platform() -> None:
@@ -120,47 +205,23 @@ def check_platform() -> None:
 @contextmanager
 def free_core() -> Iterator[None]:
     """Waits until one of the cores that this process may use is free, and keeps it."""
-    folder = _lock_folder()
+    folder = LOCK_FOLDER.format(user=os.geteuid())
+    os.makedirs(folder, mode=0o700, exist_ok=True)
     cores = list(os.sched_getaffinity(0))
     random.shuffle(cores)
-    end = time.monotonic() + LOCK_SECONDS
-    lock = None
-    while lock is None and time.monotonic() < end:
+    with ExitStack() as stack:
         for core in cores:
-            lock = _lock(f"{folder}/{core}")
-            if lock is not None:
+            file = os.open(f"{folder}/{core}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, file)
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
         else:
-            time.sleep(LOOK_SECONDS * random.uniform(0.5, 1.5))
-    try:
-        yield
-    finally:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # A fork of this process may have the file open too.
-            os.close(lock)
-
-
-def _lock(path: str) -> int | None:
-    """Locks a file, or returns None if it is locked."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file
-
-
-def _lock_folder() -> str:
-    """Returns a folder of this user for locks, which all its processes on this machine find."""
-    for parent in LOCK_FOLDERS:
-        folder = f"{parent}/rl2-cores-{os.geteuid()}"
-        with suppress(OSError):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            status = os.lstat(folder)
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                return folder
-    raise OSError(f"no folder for locks can be made in {' or '.join(LOCK_FOLDERS)}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # A fork of this process may have the file open too.
 
 
 @functools.cache
@@ -170,16 +231,11 @@ def best_strength() -> str:
     A process that this one starts inherits the answer.
     """
     check_platform()
-    strength = _inherited_strength() or next(filter(works, STRENGTHS), None)
+    strength = os.environ.get(INHERITED) or next(filter(works, STRENGTHS), None)
     if strength is None:
         raise RuntimeError("no sandbox works on this machine: docs/rewards.md says what they need")
-    os.environ[INHERITED] = f"{os.getpid()} {strength}"
+    os.environ[INHERITED] = strength
     return strength
-
-
-def _inherited_strength() -> str | None:
-    process, _, strength = os.environ.get(INHERITED, "").partition(" ")
-    return strength if process == str(os.getppid()) and strength in STRENGTHS else None
 
 
 def works(strength: str) -> bool:
@@ -198,7 +254,7 @@ def require(strength: str) -> None:
 
     The first process of a run prints it.
     """
-    is_first = os.environ.get("RANK", "0") == "0" and _inherited_strength() is None
+    is_first = os.environ.get("RANK", "0") == "0" and INHERITED not in os.environ
     actual = best_strength()
     if STRENGTHS.index(actual) > STRENGTHS.index(strength):
         raise RuntimeError(
@@ -209,52 +265,26 @@ def require(strength: str) -> None:
         print(f"programs run in sandboxes of strength {actual!r}", flush=True)
 
 
-class _Sandbox:
-    """A program that runs."""
-
-    def __init__(self, program: Program, limits: Limits, strength: str):
-        self.folder = tempfile.mkdtemp(prefix="rl2-sandbox-")
-        self.stdout = tempfile.TemporaryFile()
-        self.stderr = tempfile.TemporaryFile()
-        path = Path(self.folder, "program.py")
-        path.write_bytes(program.text.encode(errors="replace"))
-        path.chmod(0o644)
-        job = {
-            **make_job(strength, limits, self.folder),
-            "command": [sys.executable, "-I", "-X", "utf8", str(path)],
-            "wall_seconds": limits.wall_seconds,
-        }
-        with open_input(program.stdin) as stdin:
-            self.process = subprocess.Popen(
-                launcher_command(job),
-                stdin=stdin.fileno(),
-                stdout=self.stdout,
-                stderr=self.stderr,
-                cwd=self.folder,
-                env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        end_launcher(self.process)
-        remove_folder(self.folder)
-
-    def read_result(self) -> Result:
-        """How the program ended. OSError if the launcher has failed."""
-        texts = [read_output(file) for file in (self.stdout, self.stderr)]
-        status = self.process.returncode
-        if status > 0 and status not in STATUSES:
-            raise OSError(f"the sandbox failed: {texts[1]}")
-        return Result(STATUSES.get(status, "killed"), *texts)
+def _fill(folder: Path, files: Files | str | Path) -> None:
+    """Writes the first files."""
+    if not isinstance(files, Mapping):
+        if not os.path.isdir(files):
+            raise FileNotFoundError(f"{files}: expected a folder")
+        shutil.copytree(files, folder, symlinks=True, dirs_exist_ok=True)
+        return
+    for name, content in files.items():
+        if content is None:
+            continue
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()) or path == folder:
+            raise ValueError(f"the path {name!r} leads out of the workspace: give a relative one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def make_job(
-    strength: str, limits: Limits, folder: str, further_paths: Collection[str] = ()
-) -> dict[str, object]:
-    """What the launcher needs to know. With namespaces a program can read `further_paths`, besides
-    the system's, Python's and the `folder`.
-    """
-    paths = {*SYSTEM_PATHS, *further_paths, sys.base_prefix, sys.prefix, folder}
+def _make_job(strength: str, limits: Limits, folder: str) -> dict[str, object]:
+    """What the launcher needs to know."""
+    paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, folder}
     return {
         "trainer": os.getpid(),
         "strength": strength,
@@ -270,26 +300,48 @@ def make_job(
     }
 
 
-def launcher_command(job: dict[str, object]) -> list[str]:
-    return [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
+def _start_launcher(
+    job: dict[str, object], errors: IO[bytes]
+) -> tuple[socket.socket, subprocess.Popen]:
+    """(a socket to the launcher, its process)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    text = json.dumps({**job, "channel": theirs.fileno()})
+    start = functools.partial(
+        subprocess.Popen,
+        [sys.executable, "-I", "-S", launcher.__file__, text],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        pass_fds=[theirs.fileno()],
+    )
+    with theirs:
+        return ours, _lasting_thread(os.getpid()).submit(start).result()
 
 
-def end_launcher(process: subprocess.Popen) -> None:
-    """Ends a launcher and what it has started."""
+@functools.cache
+def _lasting_thread(process_id: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as this process, and starts its launchers.
+
+    Linux ends a launcher with the thread that has started it, and that of a call of the environment
+    ends with the call. A fork has no threads, and another `process_id`.
+    """
+    return ThreadPoolExecutor(1)
+
+
+def _end(channel: socket.socket, process: subprocess.Popen, folder: str) -> None:
+    """Ends a launcher and what it has started, and removes its folder."""
+    channel.close()
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
     process.kill()
     process.wait()
+    _remove_folder(folder)
 
 
-def read_output(file: IO[bytes]) -> str:
-    """Returns what a program has written into a file."""
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def remove_folder(path: str) -> None:
+def _remove_folder(path: str) -> None:
     """Removes a folder, also if folders in it are closed or too deep for a recursion."""
     try:
         shutil.rmtree(path)
@@ -298,8 +350,14 @@ def remove_folder(path: str) -> None:
             subprocess.run([*command, path], stderr=subprocess.DEVNULL)
 
 
-def open_input(stdin: bytes | socket) -> IO[bytes] | socket:
-    if isinstance(stdin, socket):
+def _read(file: IO[bytes]) -> str:
+    """Returns what a program has written into a file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _open_input(stdin: bytes | socket.socket) -> IO[bytes] | socket.socket:
+    if isinstance(stdin, socket.socket):
         return stdin
     file = tempfile.TemporaryFile()
     file.write(stdin)
