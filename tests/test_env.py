@@ -167,7 +167,9 @@ def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
             thread.join()
     assert not uncaught  # a result that comes too late is dropped
     assert last == {"reward": 1.0}
-    assert all(isinstance(error, EnvError) and "env_timeout=0.4 s" in str(error) for error in hung)
+    assert all(isinstance(error, EnvError) for error in hung)
+    assert all("env_timeout=0.4 s" in str(error) for error in hung)
+    assert all("rollout.env_isolation=process" in str(error) for error in hung)
 
 
 def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):

@@ -21,12 +21,11 @@ from rl2.env.contract import (
     required_columns,
     select_arguments,
 )
-from rl2.env.loops import LoopRunner
 from rl2.env.processes import ProcessPool
 from rl2.env.results import to_messages
-from rl2.env.runners import ThreadRunner
 from rl2.env.session import CLOSE, Sessions
 from rl2.env.spec import EnvSpec
+from rl2.env.threads import Threads
 from rl2.env.tool_calls.call import ToolCall
 
 Key = Hashable
@@ -67,8 +66,7 @@ class Env:
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
-        self._async_runner = LoopRunner(timeout)
-        self._thread_runner = ThreadRunner(timeout)
+        self._threads = Threads(timeout)
         self._pool = pool
         self._sessions = Sessions(spec.functions())
         self.open_keys: set[Key] = set()  # of trajectories with an open object
@@ -168,8 +166,6 @@ class Env:
         if key in self.open_keys:
             self.open_keys.discard(key)
             await self._run(CLOSE, self.spec.methods.get("close"), {}, key)
-        elif self._pool:
-            self._pool.end(key)
 
     def in_processes(self, count: int) -> "Env":
         """Returns the same environment with all functions, also async ones, in new processes."""
@@ -180,7 +176,7 @@ class Env:
         """Ends the event loop of the async functions, and the processes. No call may be running."""
         cleanup.unregister(self.close)
         self._close_objects()
-        self._async_runner.close()
+        self._threads.close()
         if self._pool:
             self._pool.close()
 
@@ -235,14 +231,13 @@ class Env:
         if self.keeps_state and key is not None and name != CLOSE:
             self.open_keys.add(key)
         if self._pool and (self.keeps_state or not is_async):  # its processes are the slots
-            return await self._pool.run(name, arguments, key, self.keeps_state)
-        runner = self._async_runner if is_async else self._thread_runner
+            return await self._pool.run(name, arguments, key if self.keeps_state else None)
         if self._caller_loop is not asyncio.get_running_loop():
             self._caller_loop = asyncio.get_running_loop()
             self._slots = asyncio.Semaphore(self.concurrency)
         async with self._slots:
             with self._sessions.open(name, key) as bound:
-                return await runner.run(name, bound, arguments)
+                return await self._threads.run(name, bound, arguments, is_async)
 
 
 def _is_async(function: Callable) -> bool:

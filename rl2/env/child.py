@@ -3,7 +3,6 @@
 rl2/env/processes.py starts it. Nothing of the trainer is imported here.
 """
 
-import ctypes
 import inspect
 import json
 import os
@@ -21,15 +20,12 @@ from rl2.env.results import check_result, raising_env_error
 from rl2.env.session import Sessions
 from rl2.output import outlive_readers
 
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it ends
 
-
-def serve(descriptor: int, parent: int, path: str) -> None:
+def serve(descriptor: int, path: str) -> None:
     """Imports the env file `path` and answers calls on the socket until the trainer closes it.
 
     A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
     """
-    _end_with_parent(parent)
     # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix.
     outlive_readers(is_told=False)
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
@@ -71,22 +67,14 @@ def _event_loop() -> Any:
     return asyncio.new_event_loop()
 
 
-def end_groups(descriptor: int) -> None:
+def end_groups() -> None:
     """Kills process groups when the trainer has ended, however it ended.
 
-    Lines on the socket name groups: first when a group starts, again when it has ended.
+    Lines of the standard input name groups: first when a group starts, again when it has ended.
     """
     groups: set[int] = set()
-    with open(descriptor, "rb") as lines:
-        for line in lines:
-            groups ^= {int(line)}
+    for line in sys.stdin:
+        groups ^= {int(line)}
     for group in groups:
         with suppress(OSError):
             os.killpg(group, signal.SIGKILL)
-
-
-def _end_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit()  # the parent ended before

@@ -1,0 +1,215 @@
+"""Calls functions of an env file in threads of this process, each with a limit of time.
+
+A sync function runs in a thread of its own. Async ones share one event loop, in a thread that lives
+as long as the run: sessions that were opened on the loop stay usable in later calls.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import selectors
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from functools import partial
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from rl2.env.contract import EnvError, LateError
+from rl2.env.results import check_result, raising_env_error
+from rl2.progress import expecting
+from rl2.thread_exceptions import raise_in_thread
+
+# Seconds after which a thread that computes gives Python's lock to one that waits. An engine takes
+# the lock hundreds of times a step: with Python's 0.005 it would wait for busy threads most of the
+# time. Beside four of them a decoding step took 23.9 s with it, and 6.1 s with 0.0001.
+SWITCH_SECONDS = 0.0001
+# A stack is shown without the frames of these folders above the env's own, and shortened.
+OUTSIDE = (
+    str(Path(asyncio.__file__).parent),
+    str(Path(__file__).parent),
+    threading.__file__,
+    selectors.__file__,  # where an idle loop waits
+)
+
+
+class CallEnded(BaseException):
+    """Raised inside a call that takes too long, so that its thread ends."""
+
+
+class CallThread(threading.Thread):
+    """Runs a function. `result` is done when it has ended. It does not delay the process's exit."""
+
+    def __init__(self, name: str, function: Callable[[], Any]):
+        super().__init__(name=name, daemon=True)
+        self.result: concurrent.futures.Future = concurrent.futures.Future()
+        # The future cannot be cancelled from here on, so a late result is not an error.
+        self.result.set_running_or_notify_cancel()
+        self._function = function
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        try:
+            value = self._function()
+            with self._lock:
+                self.result.set_result(value)
+        except BaseException as error:
+            with self._lock:
+                if not self.result.done():
+                    self.result.set_exception(error)
+
+    def end(self) -> None:
+        """Raises CallEnded in the function, as soon as it runs Python code."""
+        with self._lock:  # it cannot end meanwhile, and its number go to another thread
+            if not self.result.done():
+                raise_in_thread(self, CallEnded)
+
+
+def start_thread(name: str, function: Callable[[], Any]) -> CallThread:
+    """Runs `function` in a new thread. EnvError if the machine has no room for one."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    thread = CallThread(name, function)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise EnvError(
+            f"{name}: {error} (this process has {threading.active_count()}); lower "
+            "rollout.env_concurrency, or raise the machine's limits on threads and memory"
+        ) from None
+    return thread
+
+
+class LoopThread:
+    """An event loop in a thread of its own. EnvError if there is no room for the thread."""
+
+    def __init__(self) -> None:
+        self._is_closing = False
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self.loop.set_default_executor(_DaemonExecutor())
+        try:
+            self.thread = start_thread("env", self._serve)
+        except EnvError:
+            self.loop.close()
+            raise
+
+    def submit(self, coroutine: Coroutine) -> concurrent.futures.Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self) -> None:
+        """Ends the loop and what runs on it, as soon as it is not blocked. Does not wait."""
+        self._is_closing = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def describe_work(self) -> str:
+        """The function of the env that runs on the loop now, its file and stack; empty if none."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        stack = list(dropwhile(_is_outside, traceback.extract_stack(frame)))
+        if not stack:
+            return ""
+        place = f"{stack[0].name} of {stack[0].filename}"
+        if len(stack) > 4:  # the env's function, and where a library waits
+            stack = stack[:2] + stack[-2:]
+        return f"{place}:\n{''.join(traceback.format_list(stack))}"
+
+    def _serve(self) -> None:
+        while not self._is_closing:
+            # A task of the env may raise SystemExit or stop the loop. The other tasks continue.
+            with contextlib.suppress(BaseException):
+                self.loop.run_forever()
+        self._runner.close()
+
+
+class Threads:
+    """Calls functions with a limit of `timeout` seconds each."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._loop: LoopThread | None = None  # the first call of an async function starts it
+
+    async def run(self, name: str, function: Callable, arguments: dict, is_async: bool) -> Any:
+        """Returns the checked result of a call. EnvError if it fails or takes too long."""
+        if is_async:
+            return await self._run_async(name, function, arguments)
+        thread = start_thread(name, partial(_call, name, function, arguments))
+        try:
+            return await self._wait(name, thread.result)
+        except LateError as error:
+            raise LateError(
+                f"{error}: it is told to end, and goes on if it waits outside of Python code; "
+                "rollout.env_isolation=process kills such calls"
+            ) from None
+        finally:
+            thread.end()
+
+    def close(self) -> None:
+        """Ends the loop and what runs on it."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+    async def _run_async(self, name: str, function: Callable, arguments: dict) -> Any:
+        if self._loop is None:
+            self._loop = LoopThread()
+        loop = self._loop
+        coroutine = _call_async(name, function, arguments)
+        result = loop.submit(coroutine)
+        try:
+            value = await self._wait(name, result)
+        except LateError as error:
+            work = loop.describe_work()
+            if not work:
+                raise
+            task = asyncio.current_task(loop.loop)
+            if task is not None and task.get_coro() is coroutine:
+                loop.thread.end()  # the call itself blocks the loop
+            raise LateError(
+                f"{error}: the event loop that all async functions of the env share was blocked; "
+                "await what takes time, use asyncio.to_thread, or set "
+                f"rollout.env_isolation=process. It was blocked by {work}",
+                kind=f"blocked event loop {work}",
+            ) from None
+        finally:
+            result.cancel()  # ends the call, if it has not ended
+        if isinstance(value, EnvError):
+            raise value
+        return value
+
+    async def _wait(self, name: str, result: concurrent.futures.Future) -> Any:
+        """The result of a call that begins now. LateError if it is not there in time."""
+        task = asyncio.wrap_future(result)
+        with expecting(self._timeout):
+            done, _ = await asyncio.wait([task], timeout=self._timeout)
+        if not done:
+            task.cancel()
+            raise LateError(f"{name} did not return within rollout.env_timeout={self._timeout:g} s")
+        return task.result()
+
+
+def _call(name: str, function: Callable, arguments: dict) -> Any:
+    with raising_env_error(name):
+        # The env may change its arguments, so it gets a copy.
+        return check_result(name, function, function(**copy.deepcopy(arguments)))
+
+
+async def _call_async(name: str, function: Callable, arguments: dict) -> Any:
+    """Returns the checked result, or the EnvError: asyncio logs errors that nobody waits for."""
+    try:
+        with raising_env_error(name):
+            return check_result(name, function, await function(**copy.deepcopy(arguments)))
+    except EnvError as error:
+        return error
+
+
+def _is_outside(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(OUTSIDE)
+
+
+class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
+    """Runs what the env gives to asyncio.to_thread in threads that do not delay the exit."""
+
+    def submit(self, function: Callable, /, *arguments: Any, **named: Any) -> Any:
+        return start_thread("env", partial(function, *arguments, **named)).result
