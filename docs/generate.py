@@ -46,9 +46,9 @@ mislead about the algorithm (a clip that the loss ignores). NaN is never accepte
 it turns a bound off.
 
 From "Model" to "Optimizer" and in "Export", `actor.KEY` is also a key of `critic`, for the critic
-of PPO and for reward models; `teacher` has the keys of a frozen model. Critic and teacher inherit
-`dtype` and "Layout and memory" from the actor unless they are set (except `critic.share_prompts`),
-the teacher also `head_dtype`, the critic `update_per_rollout` and `epochs_per_rollout`.
+of PPO and for reward models. The critic inherits `dtype` and "Layout and memory" from the actor
+unless they are set (except `share_prompts`), and `update_per_rollout` and `epochs_per_rollout`. The
+teacher lies in memory as the actor.
 
 A line begins with the trainers that have the key if they differ from the rest of its topic.
 """

@@ -21,7 +21,7 @@ class Command(NamedTuple):
     answer: str = ""
 
 
-TRAINER = "rl2.config.early:answer_trainer"
+TRAINER = "rl2.config.help:answer_trainer"
 TOOL = "rl2.tools.options:answer_tool"
 COMMANDS = {
     "ppo": Command(

@@ -33,6 +33,7 @@ FILES = {
     "section.yaml": "actor: 3",
     "unknown.yaml": "actor:\n  lrr: 1\ntrainer:\n  resume: off\n",
     "reference.yaml": "actor:\n  lr: ${oops}",
+    "old.yaml": "data:\n  seed: 5\n  num_few_shot: null\nteacher:\n  dtype: auto\n",
     "twice.yaml": "actor:\n  lr: 1\n  lr: 2",
     "cut.yaml": "actor: [",
     "binary.yaml": "\0",

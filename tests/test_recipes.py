@@ -187,16 +187,6 @@ def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     assert len(test_items[""]) == len(test) > 0
 
 
-@pytest.mark.parametrize("script", RECIPES)
-def test_the_header_of_a_recipe_says_what_it_needs_and_whether_it_has_been_run(script):
-    text = (ROOT / "examples" / script).read_text()
-    header = text.partition("\nset -")[0].replace("\n# ", " ")
-    number = {1: "one", 4: "four", 8: "eight"}[RECIPES[script][1]]
-    assert f" {number} GPU" in header
-    assert "GB" in header
-    assert "Not run yet" in header or "Run on" in header
-
-
 def test_prompts_of_public_data_show_the_format_that_the_environment_reads(tmp_path, monkeypatch):
     formats = {"gsm8k": "####", "orz": r"\boxed{}", "countdown": "<answer>", "search": "<search>"}
     rows = {name: make_data(monkeypatch, name, tmp_path / name) for name in formats}

@@ -220,7 +220,7 @@ def test_a_group_whose_environment_failed_is_replaced(tmp_path):
 def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
     num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
     options = {"filter": SOME, "max_refills": 4, "drop_solved": 0.9, "partial": partial}
-    options |= {"bounds": [0.1, 1.0], "interval": 2}
+    options |= {"bounds": [0.1, 1.0]}
     if partial:
         options |= {"deterministic": False, "num_steps": 9}
 
@@ -309,15 +309,15 @@ def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path
         collector.collect(4)
 
 
-def test_prompts_outside_the_curriculum_come_in_every_third_epoch(tmp_path):
+def test_prompts_outside_the_curriculum_come_in_every_fourth_epoch(tmp_path):
     """Row 0 is always solved and row 2 never. Row 3 is learned after the first epoch."""
 
     def make(num_right):
-        return make_collector(tmp_path, num_right, {}, 2, bounds=[0.1, 0.9], interval=3)
+        return make_collector(tmp_path, num_right, {}, 2, bounds=[0.1, 0.9])
 
     collector = make([2, 1, 0, 1])
     played = []
-    for step in range(1, 9):
+    for step in range(1, 10):
         played += rows_of(collector.collect(step))[0]
         if step == 2:  # the first epoch
             assert collector.summarise() == {"rollout/in_curriculum": 0.5}
@@ -325,12 +325,12 @@ def test_prompts_outside_the_curriculum_come_in_every_third_epoch(tmp_path):
             collector = make([2, 1, 0, 2])
             collector.load_state_dict(state)
     assert collector.summarise() == {"rollout/in_curriculum": 0.25}
-    by_epoch = [0, 1, 2, 3], [1, 3], [1], [0, 1, 2], [1, 3], [1], [0, 1, 2]
+    by_epoch = [0, 1, 2, 3], [1, 3], [1], [1], [0, 1, 2], [1, 3], [1], [1], [0, 1, 2]
     assert played == [row for epoch in by_epoch for row in epoch]
 
 
 def test_a_failed_group_says_nothing_about_its_prompt(tmp_path):
-    collector = make_collector(tmp_path, [1, None], {}, 2, bounds=[0.1, 0.9], interval=9)
+    collector = make_collector(tmp_path, [1, None], {}, 2, bounds=[0.1, 0.9])
     collector.player.failures.max_fraction = 0.5
     for step in (1, 2):
         assert {t.row_index for t in collector.collect(step)} == {0, 1}

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.batch import Experts, scored_spans
-from rl2.config.ppo_rules import check_engine
+from rl2.config.combinations import find_broken_rollout
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -270,9 +270,9 @@ def test_engines_that_tell_no_experts_are_refused_before_they_start(engine):
     """On a CPU SGLang 0.5.23 fails when it is asked for them: it pins memory for a GPU."""
     config = PPOConfig()
     config.rollout.engine = engine
-    assert "actor.routing_replay" not in [problem.key for problem in check_engine(config)]
-    config.actor.routing_replay = True
-    assert "actor.routing_replay" in [problem.key for problem in check_engine(config)]
+    for config.actor.routing_replay in (False, True):
+        broken = [key for key, is_met, _ in find_broken_rollout(config) if is_met]
+        assert ("actor.routing_replay" in broken) == config.actor.routing_replay
 
 
 def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):

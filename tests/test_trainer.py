@@ -407,11 +407,11 @@ def test_solved_examples_and_a_system_prompt_of_a_file_are_sampled_from(setup, t
     prompt_file = tmp_path / "prompt.md"
     prompt_file.write_text("Answer in one word.\n")
     talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
-    rows = [{"messages": talk}] * 3
+    rows = [{"messages": talk}] * 2
     write_jsonl(tmp_path / "shots.jsonl", rows)
     shots = [f"data.few_shot={tmp_path / 'shots.jsonl'}", "data.max_length=250"]
     keys = ["trainer.save_tokens=true", "trainer.max_steps=1", f"data.system_prompt={prompt_file}"]
-    train(1, *setup, *shots, *keys, "data.num_few_shot=2")
+    train(1, *setup, *shots, *keys)
     saved = load_file(tmp_path / "run/rollouts/train/step_1.safetensors")
     length = saved["length"][0].item()
     prompt = saved["tokens"][:length][saved["mask"][:length] == 0]
@@ -419,8 +419,6 @@ def test_solved_examples_and_a_system_prompt_of_a_file_are_sampled_from(setup, t
     assert "Answer in one word.<" in text and "prompt.md" not in text
     assert text.count("zzz") == 2 and text.index("zzz") < text.index("say a")
     assert len(read_jsonl(tmp_path / "run/rollouts/train/step_1.jsonl")[0]["messages"]) == 2
-    words = [*setup, *shots, "trainer.resume=off", "data.num_few_shot=4"]
-    assert "data.num_few_shot=4" in train(1, *words, check=False).stderr
 
 
 def test_a_hint_where_the_filter_leaves_no_answer(setup, tmp_path):

@@ -108,10 +108,12 @@ def take_keys(
 
     `source` is the file.
     """
-    # Such a section of an old config.yaml had no effect without an environment.
-    is_unused = values.get("rollout.env_path", MISSING) is None
+    dropped = [name for name in values if is_dropped(root, name)] if source else []
+    if dropped:
+        text = f"{source} is of an earlier release: {', '.join(dropped)} are ignored"
+        arguments.warnings.append(general_problem(text))
     for name, value in values.items():
-        if is_unused and explain_dropped(section_of(root, name)):
+        if name in dropped:
             continue
         if value is None and explain_dropped(name):  # nothing that an old config.yaml asks for
             continue
@@ -132,7 +134,6 @@ def take_keys(
 
 def take_words(root: type, words: list[str], arguments: Arguments, is_sweep: bool) -> None:
     """Adds the words KEY=VALUE to the arguments, and what is wrong with each of them."""
-    values: dict[str, str] = {}
     loose = [word for word in words if not word.lstrip("+").partition("=")[0] or "=" not in word]
     if loose:
         arguments.problems.append(general_problem(explain_loose(loose)))
@@ -157,9 +158,6 @@ def take_words(root: type, words: list[str], arguments: Arguments, is_sweep: boo
             sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
             arguments.words.append(f"{sign}{target}={text}")
             arguments.set_keys.add(target)
-        if values.setdefault(key, text) != text:
-            message = f"{key} is set to {values[key]} and to {text}; the last value counts"
-            arguments.warnings.append(Problem(key, text, message))
 
 
 def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
@@ -194,6 +192,11 @@ def section_of(root: type, name: str) -> str:
     """The section of a key in a trainer's config, as the table of dropped ones has it."""
     [trainer] = [trainer for trainer, kind in TRAINER_CONFIGS.items() if issubclass(root, kind)]
     return f"{trainer} {name.partition('.')[0]}.*"
+
+
+def is_dropped(root: type, name: str) -> bool:
+    """Whether an earlier release had the key."""
+    return bool(explain_dropped(name) or explain_dropped(section_of(root, name)))
 
 
 def find_target(root: type, name: str, value: Any, folder: str) -> tuple[str, str]:

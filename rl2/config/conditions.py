@@ -7,12 +7,19 @@ and of reward models.
 from typing import Any
 
 
-def estimator_needs(estimator: str) -> tuple[str, ...]:
-    """What the estimator needs; () if there is no such one, which the check of choices reports."""
-    from rl2.algorithms.find import ESTIMATOR_CHOICES  # imports torch; --help does not come here
+def _declared(key: str, name: str) -> Any:
+    """The declaration of the function that a key names; None if there is none.
 
-    declared = ESTIMATOR_CHOICES.look_up(estimator)
-    return () if declared is None else declared.needs
+    The check of choices reports it then.
+    """
+    from rl2.algorithms.find import CHOICES  # imports torch; --help does not come here
+
+    return CHOICES[key].look_up(name)
+
+
+def estimator_needs(estimator: str) -> tuple[str, ...]:
+    """What the estimator needs; () if there is no such one."""
+    return getattr(_declared("adv.estimator", estimator), "needs", ())
 
 
 def needs_critic(estimator: str) -> bool:
@@ -22,18 +29,12 @@ def needs_critic(estimator: str) -> bool:
 
 def corrects_mismatch(loss: str) -> bool:
     """Whether the policy loss takes its ratio to the engine's probabilities."""
-    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
-
-    declared = POLICY_LOSS_CHOICES.look_up(loss)
-    return declared is not None and declared.corrects_mismatch
+    return getattr(_declared("actor.loss", loss), "corrects_mismatch", False)
 
 
 def policy_loss_needs(loss: str) -> tuple[str, ...]:
-    """What the policy loss needs; () if there is no such one, as above."""
-    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
-
-    declared = POLICY_LOSS_CHOICES.look_up(loss)
-    return () if declared is None else declared.needs
+    """What the policy loss needs; () if there is no such one."""
+    return getattr(_declared("actor.loss", loss), "needs", ())
 
 
 def has_teacher(config: Any) -> bool:
@@ -98,18 +99,14 @@ def compares_pairs(config: Any) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
     if not has_section(config, "dpo"):
         return has_section(config, "rm")
-    from rl2.algorithms.find import PREFERENCE_LOSS_CHOICES  # imports torch, as above
-    from rl2.algorithms.losses import UnpairedLoss
+    from rl2.algorithms.losses import UnpairedLoss  # imports torch, as above
 
-    return not isinstance(PREFERENCE_LOSS_CHOICES.look_up(config.dpo.loss), UnpairedLoss)
+    return not isinstance(_declared("dpo.loss", config.dpo.loss), UnpairedLoss)
 
 
 def needs_reference_point(loss: str) -> bool:
     """Whether the preference loss compares with an estimate of KL(policy || reference)."""
-    from rl2.algorithms.find import PREFERENCE_LOSS_CHOICES  # imports torch, as above
-
-    declared = PREFERENCE_LOSS_CHOICES.look_up(loss)
-    return declared is not None and "reference_point" in declared.needs
+    return "reference_point" in getattr(_declared("dpo.loss", loss), "needs", ())
 
 
 def has_section(config: Any, *names: str) -> bool:

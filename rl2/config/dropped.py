@@ -6,6 +6,18 @@ EVALUATE = (
     "python -m rl2.trainer.ppo trainer.eval_only=true actor.model_name=RUN/model "
     "data.test_path=... rollout.env_path=..."
 )
+AS_ACTOR = (
+    "dtype",
+    "head_dtype",
+    "compile",
+    "fsdp_size",
+    "sp_size",
+    "tp_size",
+    "max_length_per_device",
+    "max_inference_length_per_device",
+    "share_prompts",
+    "offload_model",
+)
 DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
     "rl2 prove": "rl2 as it is: every start compares model and engine (docs/proofs.md)",
@@ -25,6 +37,9 @@ DROPPED = {
     "dpo rollout.*": EVALUATE,
     "report_freq": "rl2 report RUN, also while it runs",
     "gradient_checkpointing=auto": "true, or the number of layers that rl2 plan names",
+    "data.curriculum_interval": "data.curriculum: the others come in each fourth epoch",
+    "data.num_few_shot": "a file of data.few_shot with as many rows",
+    **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }
 
 

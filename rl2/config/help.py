@@ -1,6 +1,10 @@
-"""What --help prints: the usual keys on a screen, or every key of a section in full."""
+"""What --help prints: the usual keys on a screen, or every key of a section in full.
+
+It is answered before a trainer is imported, which takes seconds: nothing here imports torch.
+"""
 
 import shutil
+import sys
 import textwrap
 from typing import Any
 
@@ -9,10 +13,36 @@ from omegaconf import MISSING
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, has_presets, load_presets
 from rl2.config.problem import Problem, refuse
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import near_keys
 from rl2.config.values import get_value, show_value
+from rl2.error_report import print_answer
+from rl2.output import outlive_readers
+from rl2.parallel.rank import is_first_of_node, is_first_rank
 
 HELP_COLUMN = 40  # where the explanations of the short help begin
+
+
+def answer_trainer(name: str) -> None:
+    """Answers --help of the trainer `name`, such as ppo, and ends the program then.
+
+    Else from here on the process outlives the readers of its output.
+    """
+    answer_help(TRAINER_CONFIGS[name], sys.argv[1:])
+    outlive_readers(is_told=is_first_of_node())
+
+
+def answer_help(root: type, argv: list[str]) -> None:
+    """Prints the help on rank 0 and ends the program, if the arguments ask for it.
+
+    `root` is the config class of a trainer or a subclass of one.
+    """
+    if "-h" not in argv and "--help" not in argv:
+        return
+    text = describe(root, argv)
+    if is_first_rank():
+        print_answer(text)
+    sys.exit(0)
 
 
 def describe(root: type, argv: list[str]) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 
 from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
 from rl2.config.conditions import corrects_mismatch
-from rl2.config.effects import EFFECTS
 from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import explain_algorithm
-from rl2.config.problem import Problem, wrong_value
-from rl2.config.values import declared_key, get_value
+from rl2.config.problem import Problem, unfit_value, wrong_value
+from rl2.config.values import declared_key, get_value, show_value
 from rl2.model.adapter_folder import read_adapter_config
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
@@ -32,18 +31,9 @@ def check_choices(config: Any) -> list[Problem]:
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
-                problems.append(wrong_value(name, value, f"choose {describe_choices(key)}"))
+                choices = [*key.choices, "a number"] if float in key.types else key.choices
+                problems.append(wrong_value(name, value, f"choose {', '.join(choices)}"))
     return problems
-
-
-def describe_choices(key: Key) -> str:
-    """The choices of a key in words. A key that has choices may also be a switch or a number."""
-    *others, last = key.choices
-    if bool in key.types:
-        others = ["true", "false", *others]
-    if int in key.types or float in key.types:
-        others.append("a number")
-    return f"{', '.join(others)} or {last}"
 
 
 def function_problems(name: str, value: str, functions: Choices[Any]) -> Iterator[Problem]:
@@ -60,17 +50,16 @@ def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
     for name, key in schema_keys(type(config)).items():
         value, default = get_value(config, name), default_value(config, name)
         if value == "" and name in set_keys:
-            message = "write a value, or leave the key out; is a shell variable unset?"
-            problems.append(Problem(name, value, f"{name}= is empty: {message}"))
+            reason = "write a value, or leave the key out; is a shell variable unset?"
+            problems.append(wrong_value(name, value, reason))
         if key.is_section or isinstance(value, str) or value in (None, default):
             continue
         for bound in broken_bounds(key, value):
-            reason = f"it must {bound}; {_show_default(key, default)}"
+            reason = f"it must {bound}; the default is {show_value(default)}"
             problems.append(wrong_value(name, value, reason))
     for name in sorted(non_default_keys(config, set_keys)):
-        if reason := find_unused(config, name):
-            value = get_value(config, name)
-            problems.append(Problem(name, value, f"{name}={value} has no effect {reason}"))
+        if reason := explain_unused(config, name):
+            problems.append(unfit_value(name, get_value(config, name), f"has no effect {reason}"))
     return problems
 
 
@@ -93,14 +82,6 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
             yield "have no empty text"
     elif value is not None:  # an engine's argument may be null
         yield from key.range.broken_bounds(value)
-
-
-def _show_default(key: Key, default: Any) -> str:
-    """The default, explained where it is outside the range (-1 = all)."""
-    if default is None:
-        return "by default it is not set"
-    is_special = any(broken_bounds(key, default))
-    return f"the default is {default}" + (f" ({key.help})" if is_special else "")
 
 
 def derive_keys(config: Any, set_keys: set[str]) -> None:
@@ -159,18 +140,18 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
     return {name for name in known if get_value(config, name) != default_value(config, name)}
 
 
-def find_unused(config: Any, name: str) -> str:
-    """Why a key has no effect, or "" if it has one. A key has none if its section has none."""
+def explain_unused(config: Any, name: str) -> str:
+    """Why a key has no effect, as the schema says it; "" if it has one.
+
+    A key has none if its section has none.
+    """
     path = name.rpartition(".")[0]
-    if reason := find_unused(config, path) if path else "":
+    if reason := explain_unused(config, path) if path else "":
         return reason
     key = schema_keys(type(config))[name]
-    if key.needs:
-        needed = [need if "." in need else f"{path}.{need}" for need in key.needs.split(" or ")]
-        if not any(_is_met(config, need) for need in needed):
-            return f"without {' or '.join(needed)}"
-    if name in EFFECTS:
-        return EFFECTS[name](config)
+    needed = [need if "." in need else f"{path}.{need}" for need in key.needs.split(" or ")]
+    if key.needs and not any(_is_met(config, need) for need in needed):
+        return f"without {' or '.join(needed)}"
     return explain_setting(config, name, key) if key.setting_of else ""
 
 

@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, read_arguments
-from rl2.config.early import answer_early
+from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import check_choices, derive_keys
 from rl2.config.presets import KEY, NONE, has_presets, store_presets
@@ -85,24 +85,13 @@ def parse(
     if arguments.options:
         given = " ".join(arguments.options)
         arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
-    return configure(root, arguments, find_problems, elsewhere, optional)
+    return accept(compose(root, arguments), find_problems, elsewhere, optional)
 
 
 def read_command(root: type, argv: list[str]) -> Arguments:
     """Reads the arguments of a command. `--help` prints and exits."""
-    answer_early(root, argv)
+    answer_help(root, argv)
     return read_arguments(root, argv)
-
-
-def configure(
-    root: type,
-    arguments: Arguments,
-    find_problems: FindProblems | None = None,
-    elsewhere: Collection[str] = (),
-    optional: Collection[str] = (),
-) -> Any:
-    """Returns the config of arguments that have been read; `parse` explains the others."""
-    return accept(compose(root, arguments), find_problems, elsewhere, optional)
 
 
 def accept(

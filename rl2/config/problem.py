@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from omegaconf import MISSING
 
+from rl2.config.values import show_value
 from rl2.error_report import report_error
 from rl2.parallel.rank import is_first_rank
 
@@ -34,7 +35,12 @@ class Problem:
 
 def wrong_value(key: str, value: Any, reason: str) -> Problem:
     """The usual problem, "KEY=VALUE: reason"."""
-    return Problem(key, value, f"{key}={value}: {reason}")
+    return Problem(key, value, f"{key}={show_value(value)}: {reason}")
+
+
+def unfit_value(key: str, value: Any, text: str) -> Problem:
+    """The problem of a value that does not fit others, "KEY=VALUE needs OTHER: ..."."""
+    return Problem(key, value, f"{key}={show_value(value)} {text}")
 
 
 def general_problem(text: str) -> Problem:

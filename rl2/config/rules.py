@@ -1,32 +1,41 @@
 """The checks of a config before a model is loaded.
 
-key_rules.py has the checks of single keys, model_rules.py those of a model, play_rules.py those of
-environments, ppo_rules.py those of PPO alone. A check yields all problems that it finds, so that
-the user sees them at once.
+key_rules.py has the checks of single keys, combinations.py the tables of keys that do not fit
+together, engines.py whether the engine can run here. Here are the checks of what keys name: rows,
+models, environments. A check yields all problems that it finds, so that the user sees them at once.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import (
-    loads_teacher,
-    needs_critic,
-    needs_reference_point,
+from rl2.config.combinations import (
+    Row,
+    find_broken,
+    find_broken_worker,
+    find_misleading,
+    find_unclipped,
+    find_unused,
 )
-from rl2.config.engines import is_installed
-from rl2.config.key_rules import check_choices, check_keys, without_repeats
-from rl2.config.model_rules import check_model, find_base_warnings
-from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
-from rl2.config.problem import Problem, wrong_value
+from rl2.config.conditions import compares_pairs, count_samplers, loads_teacher, needs_critic
+from rl2.config.engines import check_divides, check_engine
+from rl2.config.exactness import exact_obstacles
+from rl2.config.key_rules import check_choices, check_keys, non_default_keys, without_repeats
+from rl2.config.problem import Problem, unfit_value, wrong_value
 from rl2.config.schema import (
     DataConfig,
-    DPOConfig,
     ModelConfig,
     PPOConfig,
     WorkerConfig,
+    source_name,
+    teacher_model,
     worker_names,
 )
+from rl2.config.values import get_value
+from rl2.model.adapter_folder import read_adapter_config
+from rl2.user_files import find_env_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -39,26 +48,47 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
     problems = check_choices(config)
     if problems:  # which may be why other keys seem to have no effect
         set_keys = set()
-    warnings: list[Problem] = []
+    changed = non_default_keys(config, set_keys)
     problems += check_keys(config, set_keys)
+    problems += of_set_keys(config, find_unused(config), changed)
+    problems += of_rows(config, find_broken(config))
     problems += check_data(config.data)
-    problems += check_experiment_name(config.trainer.experiment_name)
-    problems += check_resume(config.trainer.resume)
-    problems += check_best(config)
-    problems += check_loggers(config.trainer.loggers)
-    if isinstance(config, DPOConfig):
-        problems += check_dpo(config)
-    if config.trainer.test_freq and not config.data.has_test_rows:
-        reason = "there are no test rows: set data.test_path or data.test_ratio"
-        warnings.append(wrong_value("trainer.test_freq", config.trainer.test_freq, reason))
+    warnings: list[Problem] = []
     for name, model in loaded_models(config).items():
-        problems += check_model(config, name, model)
+        problems += check_model_name(f"{name}.model_name", model.model_name or "")
+        if name != "teacher":  # which lies in memory as the actor
+            problems += check_layout(name, model, count_samplers(config))
+            problems += check_lengths(config, name, model)
         if isinstance(model, WorkerConfig):
+            problems += of_rows(config, find_broken_worker(name, model))
+            problems += check_adapter(name, model)
             warnings += find_base_warnings(config, name, model)
     if isinstance(config, PPOConfig):
-        problems += check_ppo(config)
-        warnings += find_ppo_warnings(config, set_keys)
+        problems += check_envs(config)
+        problems += check_engine(config)
+        if config.rollout.exact:
+            exact = [
+                ("rollout.exact", True, f"does not hold with {x}") for x in exact_obstacles(config)
+            ]
+            problems += of_rows(config, exact)
+        warnings += of_rows(config, find_misleading(config))
+        warnings += of_set_keys(config, find_unclipped(config), changed)
     return without_repeats(config, problems), warnings
+
+
+def of_rows(config: Any, rows: Iterable[Row]) -> Iterator[Problem]:
+    """The problems of the rows whose condition is met."""
+    for key, is_met, text in rows:
+        if is_met:
+            yield unfit_value(key, get_value(config, key), text)
+
+
+def of_set_keys(config: Any, rows: Iterable[Row], changed: set[str]) -> Iterator[Problem]:
+    """The same of the keys that the user has changed. A row may be of a section."""
+    for start, is_met, text in rows:
+        for key in sorted(changed):
+            if is_met and f"{key}.".startswith(f"{start}."):
+                yield unfit_value(key, get_value(config, key), text)
 
 
 def loaded_models(config: Any) -> dict[str, ModelConfig]:
@@ -68,52 +98,37 @@ def loaded_models(config: Any) -> dict[str, ModelConfig]:
         if not needs_critic(config.adv.estimator):
             del models["critic"]
         if loads_teacher(config):
-            models["teacher"] = config.teacher
+            models["teacher"] = teacher_model(config)
     return models
 
 
 def check_data(data: DataConfig) -> Iterator[Problem]:
-    """Whether the rows and the chat template exist."""
+    """Whether the rows and the chat template exist, and weights are of all sources."""
     for key, path in {**data.train_paths, **data.test_paths}.items():
         yield from check_rows(key, path)
-    yield from check_sources(data)
-    if data.test_ratio and data.test_path:
-        reason = "data.test_path has the test rows already; leave one of the two out"
-        yield wrong_value("data.test_ratio", data.test_ratio, reason)
     template = data.chat_template
     if template not in (None, "plain") and not Path(template).expanduser().is_file():
-        reason = "choose plain or the path of a Jinja file"
-        if "/" in template or template.endswith((".jinja", ".j2", ".txt")):
-            reason = "no such file"
-        yield wrong_value("data.chat_template", template, reason)
+        yield wrong_value("data.chat_template", template, "no such file; or choose plain")
     prompt = data.system_prompt_file
     if prompt is not None and not prompt.is_file():
         yield wrong_value("data.system_prompt", prompt, "no such file")
-
-
-def check_sources(data: DataConfig) -> Iterator[Problem]:
-    """Whether there is a source, and whether weights are of all sources."""
     if not isinstance(data.path, dict):
         return
     if not data.path:
         yield wrong_value("data.path", data.path, "it names no source; write data.path.NAME=PATH")
-    for name, weight in data.weights.items():
-        if name not in data.path:
-            reason = f"data.path has no source of this name; it has {', '.join(data.path)}"
-            yield wrong_value(f"data.weights.{name}", weight, reason)
-    lacking = [name for name in data.path if name not in data.weights]
-    if data.weights and lacking:
+    if data.weights and data.weights.keys() != data.path.keys():
         # A weight is a share among weights: what the number of rows would be there is not clear.
-        reason = f"give a weight to each source, also to {', '.join(lacking)}, or to none"
+        reason = f"give a weight to each source of data.path, {', '.join(data.path)}, or to none"
         yield wrong_value("data.weights", data.weights, reason)
 
 
 def check_rows(key: str, path: Any) -> Iterator[Problem]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
     if not isinstance(path, str):
-        reason = "expected a path, of several files the folder that they are in"
-        if key in ("data.path", "data.test_path"):
-            reason += f", or {key}.NAME=PATH for each of several sets"
+        reason = (
+            "expected a path, of several files the folder that they are in, or NAME=PATH for each "
+            "of several sets"
+        )
         yield wrong_value(key, path, reason)
         return
     is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
@@ -122,71 +137,121 @@ def check_rows(key: str, path: Any) -> Iterator[Problem]:
         yield wrong_value(key, path, f"no such file or folder{hint}")
 
 
-def check_dpo(config: DPOConfig) -> Iterator[Problem]:
-    """Whether a step has the two rows whose prompts and replies are exchanged for KTO's KL."""
-    if config.data.batch_size == 1 and needs_reference_point(config.dpo.loss):
-        reason = (
-            f"dpo.loss={config.dpo.loss} estimates a KL from prompts with replies to other prompts "
-            "of the step: take 2 rows or more"
-        )
-        yield wrong_value("data.batch_size", 1, reason)
+def check_model_name(key: str, name: str) -> Iterator[Problem]:
+    """Whether the folder holds a model. A missing name is reported elsewhere."""
+    is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if name and Path(name).is_dir():
+        if not Path(name, "config.json").exists():
+            yield wrong_value(key, name, "this folder holds no model (no config.json)")
+    elif is_local:
+        yield wrong_value(key, name, "no such folder; a model of the hub is owner/name")
 
 
-def check_experiment_name(name: str) -> Iterator[Problem]:
-    """Whether the name stays a folder below runs/, where the run writes by default."""
-    if ".." in Path(name).parts:
-        reason = "it is a folder below runs/; choose a name such as first"
-        yield wrong_value("trainer.experiment_name", name, reason)
+def check_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[Problem]:
+    """Whether the parallel sizes of a model divide the processes that train.
+
+    Sequences and models are split over the processes that tensor parallelism leaves.
+    `num_samplers` of the job do not train.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", "1")) - num_samplers
+    if num_processes < 1:
+        return  # the number of samplers is wrong
+    tp_size = model.tp_size
+    yield from check_divides(f"{name}.tp_size", tp_size, num_processes)
+    remark = ""
+    if tp_size > 1 and num_processes % tp_size == 0:
+        num_processes //= tp_size
+        remark = f" that {name}.tp_size={tp_size} leaves"
+    yield from check_divides(f"{name}.sp_size", model.sp_size, num_processes, remark)
+    yield from check_divides(f"{name}.fsdp_size", model.fsdp_size, num_processes, remark)
 
 
-def check_resume(resume: str) -> Iterator[Problem]:
-    """Whether the folder to resume from exists."""
-    folder = Path(resume.removeprefix("force:"))
-    if resume not in ("auto", "off", "force") and not folder.is_dir():
-        yield wrong_value("trainer.resume", resume, explain_resume(folder))
+def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
+    """Whether the longest sequences fit one micro-batch of a model.
+
+    In training the two rows of a pair are together, in inference they are not.
+    """
+    length = config.data.max_length
+    num_rows = 2 if compares_pairs(config) else 1
+    for limit, tokens, rows_together in (
+        ("max_length_per_device", model.max_length_per_device, num_rows),
+        ("max_inference_length_per_device", model.max_inference_length_per_device, 1),
+    ):
+        total = length * rows_together
+        longest = f"a row may get: data.max_length {length} x {rows_together}"
+        if isinstance(config, PPOConfig):
+            turns = config.rollout.max_turns
+            answer = config.rollout.train_sampling_params.max_new_tokens
+            total = length + turns * answer
+            longest = (
+                f"a trajectory may get: data.max_length {length} + {turns} x max_new_tokens "
+                f"{answer}"
+            )
+        if tokens and 0 < tokens * model.sp_size < total:
+            text = f"is shorter than {longest} = {total}; raise it, or lower the others"
+            yield unfit_value(f"{name}.{limit}", tokens, text)
 
 
-def explain_resume(folder: Path) -> str:
-    """Why there is no checkpoint in the folder, which does not exist, and what there is."""
-    if len(folder.parts) == 1:
-        return "choose auto, off, force or the folder of a checkpoint"
-    steps = sorted(path.name for path in folder.parent.glob("step_*") if path.is_dir())
-    there_are = f"; {folder.parent} has {', '.join(steps)}" if steps else ""
-    return f"no such folder{there_are}"
-
-
-def check_best(config: Any) -> Iterator[Problem]:
-    """Whether there are evaluations to choose the best one from, and whether one is named."""
-    trainer = config.trainer
-    if trainer.patience is not None and trainer.save_best is None:
-        message = (
-            f"trainer.patience={trainer.patience} needs trainer.save_best, the score that it "
-            "watches, e.g. trainer.save_best=auto"
-        )
-        yield Problem("trainer.patience", trainer.patience, message)
-    if trainer.save_best is None:
+def check_adapter(name: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Whether the adapters of the section `name` can be trained further."""
+    if not worker.adapter:
         return
-    key = f"trainer.save_best={trainer.save_best}"
-    message = ""
-    if trainer.eval_only or getattr(trainer, "rollouts_from", None):
-        other = "eval_only" if trainer.eval_only else "rollouts_from"
-        message = f"{key} has no effect with trainer.{other}: leave one of them out"
-    elif not config.data.has_test_rows:
-        message = f"{key} needs test rows: set data.test_path or data.test_ratio"
-    elif trainer.test_freq is None:
-        message = (
-            f"{key} needs trainer.test_freq, the steps between evaluations: without it only the "
-            "last step is evaluated"
+    key = f"{name}.adapter"
+    try:
+        settings = read_adapter_config(worker.adapter)
+    except ValueError as error:
+        yield wrong_value(key, worker.adapter, str(error))
+        return
+    if name == "actor" and settings.get("modules_to_save"):
+        reason = "they are of a reward model or a critic, with its head: give critic.adapter"
+        yield wrong_value(key, worker.adapter, reason)
+    if worker.lora_rank != settings["r"]:
+        reason = f"the adapters in {worker.adapter} have rank {settings['r']}; leave the key out"
+        yield wrong_value(f"{name}.lora_rank", worker.lora_rank, reason)
+
+
+def find_base_warnings(config: Any, name: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Whether the adapters of the section `name` were trained on another model than its own.
+
+    One model may have a name on the hub and be in a folder, so only the last parts of the names
+    count. A run exports the merged model with the adapter in a folder below: together they would
+    apply it twice.
+    """
+    if not worker.adapter:
+        return
+    with suppress(ValueError):  # which `check_adapter` reports
+        base = read_adapter_config(worker.adapter).get("base_model_name_or_path")
+        model = worker.model_name or config.actor.model_name
+        is_merged = Path(worker.adapter).resolve().parent == Path(model).resolve()
+        if base and base != model and (is_merged or Path(base).name != Path(model).name):
+            merged = ", which has them merged in if a run has exported it" if is_merged else ""
+            reason = (
+                f"these adapters were trained on {base}, and the base here is {model}{merged}; "
+                f"give their base as {name}.model_name, or leave {name}.adapter out"
+            )
+            yield wrong_value(f"{name}.adapter", worker.adapter, reason)
+
+
+def check_envs(config: PPOConfig) -> Iterator[Problem]:
+    """Whether there are the env files; if they have names, whether those are of all sources."""
+    env_path = config.rollout.env_path
+    for key, path in config.rollout.env_paths.items():
+        if not isinstance(path, str):
+            yield wrong_value(key, path, "expected a path or the name of a ready-made env")
+            continue
+        try:
+            if path and find_env_file(path).suffix != ".py":  # a missing one is reported elsewhere
+                yield wrong_value(key, path, "this is not a Python file (.py)")
+        except ValueError as error:
+            yield Problem(key, path, str(error))
+    if not isinstance(env_path, dict):
+        return
+    data = config.data
+    sources = {source_name(key) for key in {**data.train_paths, **data.test_paths}}
+    if env_path.keys() != sources:
+        reason = (
+            "give an env to each source of data.path and data.test_path, as "
+            "rollout.env_path.NAME=PATH, or one to all of them; they are "
+            f"{', '.join(sorted(sources)) or 'none'}"
         )
-    elif trainer.save_best.lower() in ("true", "yes", "on", "1"):
-        message = f"{key} names no metric: auto keeps the best by the reward, or by the loss"
-    if message:
-        yield Problem("trainer.save_best", trainer.save_best, message)
-
-
-def check_loggers(names: list[str]) -> Iterator[Problem]:
-    """Whether the packages of services are installed. A run says for itself that it lacks wandb."""
-    for name in ("tensorboard", "trackio"):
-        if name in names and not is_installed(name):
-            reason = f"{name} is not installed; pip install {name}"
-            yield wrong_value("trainer.loggers", names, reason)
+        yield wrong_value("rollout.env_path", env_path, reason)

@@ -6,7 +6,7 @@ these classes, `help.py` prints the help, and `rules.py` checks the rest.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -64,8 +64,7 @@ class DataConfig:
     )
     weights: dict[str, float] = key(
         {},
-        "share of each source in a step: data.weights.NAME=WEIGHT; relative to the other "
-        "weights; by default its number of rows",
+        "relative share of each source: data.weights.NAME=WEIGHT; by default its number of rows",
         above=0,
         identity=True,
     )
@@ -78,8 +77,7 @@ class DataConfig:
     )
     test_ratio: NonNegativeFloat = key(
         0.0,
-        "fraction of the training rows to hold out as test rows; instead of data.test_path; "
-        "chosen by a hash of the prompt, so no prompt is in both sets",
+        "fraction of the training rows to hold out as test rows, by a hash of the prompt",
         below=1,
         identity=True,
     )
@@ -159,8 +157,7 @@ class PromptConfig(DataConfig):
         8, "answers sampled per prompt, which form a group", common=True
     )
     responses_per_test_prompt: PositiveInt = key(
-        1,
-        "answers sampled per test prompt; more than one gives pass@k and majority votes",
+        1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
     )
     few_shot: str | None = key(
         None,
@@ -168,22 +165,10 @@ class PromptConfig(DataConfig):
         "the reply, as for SFT",
         identity=True,
     )
-    num_few_shot: PositiveInt | None = key(
-        None,
-        "number of these examples, the first ones; by default all",
-        identity=True,
-        needs="few_shot",
-    )
-
     curriculum: list[float] = key(
         [],
-        "[LOW,HIGH]: play prompts with a mean reward between the two more often; that of their "
-        "newest answers, or of rollout.score if set; e.g. [0.1,0.9]",
-    )
-    curriculum_interval: PositiveInt = key(
-        4,
-        "epochs after which a prompt outside data.curriculum comes again",
-        needs="curriculum",
+        "[LOW,HIGH]: play prompts whose newest mean reward is between the two in every epoch, the "
+        "others in each fourth; e.g. [0.1,0.9]",
     )
 
 
@@ -197,8 +182,7 @@ class SFTDataConfig(ExampleConfig):
     turns: str = key("all", "assistant turns to train on", choices=("all", "last"), identity=True)
     truncate: bool = key(
         False,
-        "cut rows longer than data.max_length instead of dropping them; their end is lost, so a "
-        "cut reply does not teach where to stop",
+        "cut rows longer than data.max_length instead of dropping them; their end is lost",
         identity=True,
     )
 
@@ -226,14 +210,11 @@ class ModelConfig:
         choices=("float32", "bfloat16"),
     )
     compile: bool = key(
-        False,
-        "compile whole layers but for attention with torch.compile; the same results up to "
-        "rounding; the first step waits for the compiler; not with tp_size above 1",
+        False, "compile whole layers but for attention with torch.compile; not with tp_size above 1"
     )
     fsdp_size: NonNegativeInt = key(
         0,
-        "processes that share one copy of the model, 0 = all; fewer keep several copies (hybrid "
-        "sharding)",
+        "processes that share one copy of the model, 0 = all; fewer keep several copies",
         common=True,
     )
     sp_size: PositiveInt = key(
@@ -241,13 +222,10 @@ class ModelConfig:
     )
     tp_size: PositiveInt = key(1, "processes that share each matrix (tensor parallelism)")
     max_length_per_device: PositiveInt = key(
-        8192,
-        "tokens of a micro-batch per process; also limits the longest sequence",
-        common=True,
+        8192, "tokens of a micro-batch per process; also limits the longest sequence", common=True
     )
     max_inference_length_per_device: PositiveInt | None = key(
-        None,
-        "the same for passes without gradients; by default max_length_per_device",
+        None, "the same for passes without gradients; by default max_length_per_device"
     )
     share_prompts: bool = key(
         True,
@@ -273,8 +251,7 @@ class WorkerConfig(ModelConfig):
     )
     lora_rank: NonNegativeInt = key(
         0,
-        "rank of LoRA adapters, 0 = train all weights; adapters freeze the other weights and need "
-        "a higher lr",
+        "rank of LoRA adapters, 0 = train all weights; adapters need a higher lr",
         common=True,
         identity=True,
     )
@@ -293,22 +270,19 @@ class WorkerConfig(ModelConfig):
     )
     adapter: str | None = key(
         None,
-        "folder of LoRA adapters to train further; as peft and exports of rl2 write it; with "
-        "their rank, scale and layers",
+        "folder of LoRA adapters to train further, as peft and exports of rl2 write it",
         identity=True,
     )
     quantize_base: str | None = key(
         None,
-        "nf4: store the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes; the "
-        "adapters are trained as without it",
+        "nf4: store the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes",
         needs="lora_rank",
         choices=("nf4",),
         identity=True,
     )
     freeze_router: bool = key(
         False,
-        "do not train the routers of a mixture of experts; the choice of experts then changes "
-        "only through the hidden states; no adapters in them either",
+        "do not train the routers of a mixture of experts; no adapters in them either",
         identity=True,
     )
     router_aux_loss_coef: NonNegativeFloat | None = key(
@@ -319,9 +293,8 @@ class WorkerConfig(ModelConfig):
     )
     dither_weights: bool = key(
         True,
-        "start each weight at a random place among the numbers that round to it; so updates "
-        "below the precision of bfloat16 have an effect at once, as in float32; without it a "
-        "higher lr learns best",
+        "start each weight at a random place among the numbers that round to it; so updates below "
+        "the precision of bfloat16 have an effect at once",
     )
     optimizer: str = key(
         "adamw",
@@ -330,29 +303,20 @@ class WorkerConfig(ModelConfig):
         identity=True,
     )
     lr: PositiveFloat = key(
-        1e-6,
-        "learning rate; by default ten times as high with LoRA adapters",
-        common=True,
+        1e-6, "learning rate; by default ten times as high with LoRA adapters", common=True
     )
-    weight_decay: NonNegativeFloat = key(
-        0.0,
-        "decoupled weight decay",
-    )
+    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay")
     betas: list[float] = key(
         [0.9, 0.999],
-        "AdamW's decay rates; of its moving means of the gradient and of its square; Muon's own "
-        "one is 0.95",
+        "AdamW's decay rates, of its moving means of the gradient and of its square",
         at_least=0,
         below=1,
     )
     max_grad_norm: PositiveFloat = key(
-        1.0,
-        "clip the gradient to this norm; inf = never",
-        may_be_infinite=True,
+        1.0, "clip the gradient to this norm; inf = never", may_be_infinite=True
     )
     warmup_ratio: Ratio = key(
-        0.0,
-        "fraction of the updates over which the learning rate rises linearly",
+        0.0, "fraction of the updates over which the learning rate rises linearly"
     )
     scheduler: str = key(
         "constant",
@@ -368,12 +332,8 @@ class WorkerConfig(ModelConfig):
         False, "keep the optimizer state in host memory while it is not in use, on a GPU"
     )
     save_dir: str | None = key(None, "also export this worker here, as Hugging Face folders step_N")
-    save_freq: PositiveInt | None = key(None, "steps between these exports", needs="save_dir")
-    save_optimizer: bool = key(
-        False,
-        "export the optimizer state too",
-        needs="save_dir",
-    )
+    save_freq: PositiveInt | None = key(None, "steps between these exports")
+    save_optimizer: bool = key(False, "export the optimizer state too")
 
 
 @dataclass
@@ -440,8 +400,8 @@ class ActorConfig(RolloutWorkerConfig):
     )
     off_policy_mask: PositiveFloat | None = key(
         None,
-        "leave out bad answers that have become less likely by this (DeepSeek-V3.2); in the "
-        "mean over tokens of the log-probability since they were sampled",
+        "leave out bad answers that have become less likely by this (DeepSeek-V3.2); in the mean "
+        "log-probability of their tokens",
     )
     average: str = key(
         "token",
@@ -454,6 +414,7 @@ class ActorConfig(RolloutWorkerConfig):
     average_constant: PositiveInt | None = key(
         None,
         "the length that average=constant divides by; in tokens; Dr. GRPO: the longest answer",
+        needs="average=constant",
     )
     correction: str | None = key(  # derive_keys fills it in
         None,
@@ -470,8 +431,8 @@ class ActorConfig(RolloutWorkerConfig):
     )
     routing_replay: bool = key(
         False,
-        "train with the experts that the engine chose for each token of a mixture of experts (R3); "
-        "takes 2 bytes a token, layer and chosen expert; not with rollout.engine=vllm",
+        "train with the experts that the engine chose for each token of a mixture of experts "
+        "(R3); not with rollout.engine=vllm",
     )
     skip_threshold: float | None = key(
         None,
@@ -482,25 +443,23 @@ class ActorConfig(RolloutWorkerConfig):
     skip: str = key(
         "update",
         "what skip_threshold skips; update: the optimizer step; sample: single answers, which "
-        "needs an extra pass over the answers before each update",
+        "needs an extra pass over the answers",
         choices=("update", "sample"),
         needs="skip_threshold",
     )
-    entropy: NonNegativeFloat = key(
-        0.0,
-        "coefficient of an entropy bonus",
-    )
+    entropy: NonNegativeFloat = key(0.0, "coefficient of an entropy bonus")
     log_entropy: bool = key(
-        False,
-        "log the policy's entropy; needs an extra pass over the answers unless one is made before "
-        "the update anyway",
+        False, "log the policy's entropy; may need an extra pass over the answers"
     )
 
 
 @dataclass
-class PlacedAsActor(ModelConfig):
-    """A model that lies in memory as the actor unless it is told otherwise."""
+class CriticConfig(RolloutWorkerConfig):
+    """Lies in memory and splits a rollout as the actor does; its rates are its own."""
 
+    model_name: str | None = key(  # type: ignore[assignment]
+        None, "model that the critic starts from; by default the actor's", identity=True
+    )
     dtype: str = follows("actor.dtype")
     compile: bool = follows("actor.compile")
     fsdp_size: int = follows("actor.fsdp_size")
@@ -508,32 +467,23 @@ class PlacedAsActor(ModelConfig):
     tp_size: int = follows("actor.tp_size")
     max_length_per_device: int = follows("actor.max_length_per_device")
     max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
-    offload_model: bool = follows("actor.offload_model")
-
-
-@dataclass
-class CriticConfig(PlacedAsActor, RolloutWorkerConfig):
-    """Splits a rollout as the actor does; its rates are its own."""
-
-    model_name: str | None = key(  # type: ignore[assignment]
-        None, "model that the critic starts from; by default the actor's", identity=True
-    )
-    lr: float = 5e-6
     gradient_checkpointing: bool | int = follows("actor.gradient_checkpointing")
+    offload_model: bool = follows("actor.offload_model")
     offload_optimizer: bool = follows("actor.offload_optimizer")
     update_per_rollout: int = follows("actor.update_per_rollout")
     epochs_per_rollout: int = follows("actor.epochs_per_rollout")
+    lr: float = 5e-6
     clip: PositiveFloat = key(
         0.2, "how far the value may move in a step; inf = any distance", may_be_infinite=True
     )
 
 
 @dataclass
-class TeacherConfig(PlacedAsActor):
-    model_name: str | None = key(  # type: ignore[assignment]
+class TeacherConfig:
+    model_name: str | None = key(
         None,
-        "model to distill from, on-policy; must have the actor's tokenizer; with teacher.base_url "
-        "its name on the server, by default the first one there",
+        "model to distill from, on-policy; must have the actor's tokenizer, and lies in memory as "
+        "the actor; with teacher.base_url its name on the server, by default the first one there",
         common=True,
         identity=True,
     )
@@ -547,7 +497,6 @@ class TeacherConfig(PlacedAsActor):
         "openai",
         "how the server is asked; openai: completions with echo, as of vLLM; sglang: /generate",
         choices=("openai", "sglang"),
-        needs="base_url",
     )
     hint: str | None = key(
         None,
@@ -564,19 +513,14 @@ class TeacherConfig(PlacedAsActor):
         identity=True,
     )
     coef: PositiveFloat = key(
-        1.0,
-        "weight of the KL divergence; in the advantage of each token or in the loss",
+        1.0, "weight of the KL divergence; in the advantage of each token or in the loss"
     )
-    head_dtype: str = follows("actor.head_dtype")
-    share_prompts: bool = follows("actor.share_prompts")
 
 
 @dataclass
 class SamplingConfig:
     temperature: PositiveFloat = key(
-        SamplingParams.temperature,
-        "divides the logits, in the engine and in training",
-        common=True,
+        SamplingParams.temperature, "divides the logits, in the engine and in training", common=True
     )
     top_p: PositiveFloat = key(
         SamplingParams.top_p,
@@ -597,8 +541,7 @@ class SamplingConfig:
         at_least=0,
     )
     stop: list[str] = key(
-        list(SamplingParams.stop),
-        'texts that end a turn and stay in it, in quotes: ["</search>"]',
+        list(SamplingParams.stop), 'texts that end a turn and stay in it, in quotes: ["</search>"]'
     )
 
 
@@ -634,8 +577,8 @@ class RolloutConfig:
     )
     score: str | None = key(
         None,
-        "the reward part that is success, 1 or 0; for evaluations, save_best, the console and "
-        "reports, in PPO also for filter, drop_solved and curriculum; by default the whole reward",
+        "the reward part that is success, 1 or 0; for evaluations, save_best, filter, drop_solved "
+        "and curriculum; by default the whole reward",
     )
     max_running: PositiveInt | None = key(
         None,
@@ -648,19 +591,16 @@ class RolloutConfig:
     )
     env_isolation: str = key(
         "thread",
-        "where sync env functions run; process: in up to env_concurrency processes, killed on "
-        "timeout",
+        "where sync env functions run; process: in processes, killed on timeout",
         choices=("thread", "process"),
     )
     endpoint_host: str = key(
         "127.0.0.1",
-        "address of this machine where agents, run() of the env file, find the model; such as "
-        "that of a container bridge, or 0.0.0.0 for all of them; with one that others reach, "
-        "run() must ask for api_key",
+        "address of this machine where agents find the model; with one that others reach, such as "
+        "0.0.0.0, run() must ask for api_key",
     )
     max_env_failures: Ratio = key(
-        0.1,
-        "stop the run if a larger fraction of a step's trajectories fails",
+        0.1, "stop the run if a larger fraction of a step's trajectories fails"
     )
     engine: str = key(
         "auto",
@@ -670,21 +610,19 @@ class RolloutConfig:
         choices=("auto", *ENGINES),
     )
     engine_args: dict[str, Any] = key(
-        {},
-        "other arguments of the engine of SGLang or vLLM: rollout.engine_args.NAME=VALUE",
+        {}, "other arguments of the engine of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
     )
     num_processes: NonNegativeInt = key(
         0,
-        "processes that only sample, while the others train on an earlier rollout; the last "
-        "ones of the job; 0: all processes do both, one after the other",
+        "processes that only sample, while the others train on an earlier rollout; the last ones "
+        "of the job; 0: all processes do both",
         common=True,
         identity=True,
     )
     lora: str = key(
         "auto",
-        "what the engine is sent of LoRA; merged: whole weights, with the adapters added to them; "
-        "adapter: the adapters alone, which it applies, not with sglang; auto: adapter with the "
-        "embedded engine on a CPU or on processes of its own, else merged",
+        "what the engine is sent of LoRA; merged: whole weights; adapter: the adapters alone, not "
+        "with sglang; auto: adapter with the embedded engine on a CPU or on processes of its own",
         choices=("auto", "merged", "adapter"),
     )
     tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang or vLLM")
@@ -699,68 +637,56 @@ class RolloutConfig:
     )
     exact: bool | None = key(
         None,
-        "equal log-probabilities in engine and trainer; to the bit, checked in each step; true "
-        "stops at a difference; by default on where a CPU can do it",
+        "equal log-probabilities in engine and trainer, to the bit; true stops at a difference; "
+        "by default on where a CPU can do it",
     )
     check_weights: bool = key(
-        False,
-        "compare the engine's weights with the trainer's after every step; not only at the start",
+        False, "compare the engine's weights with the trainer's after every step"
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
     test_sampling_params: TestSamplingConfig = section(
-        TestSamplingConfig,
-        "sampling of answers on data.test_path",
-        common=False,
+        TestSamplingConfig, "sampling of answers on data.test_path", common=False
     )
     partial: bool = key(
         False,
-        "start the next step's prompts early; when this step's are done, unfinished answers pause "
-        "and continue after the update, so long answers do not stall a step",
+        "start the next step's prompts early; unfinished answers pause and continue after the "
+        "update, so long answers do not stall a step",
     )
     max_staleness: PositiveInt | None = key(
         None,
         "how far rollouts run ahead; with rollout.num_processes in steps, 1 if unset; with "
-        "partial rollouts the limit of a token's age in updates when its answer continues or is "
-        "trained, and older answers are sampled again",
+        "partial rollouts the largest age of a token in updates, and older answers are sampled "
+        "again",
         needs="partial or num_processes",
     )
     filter: list[float] = key(
         [],
         "[LOW,HIGH]: train only prompts with a mean reward between the two, and replace the "
-        "others; [0,1] is DAPO's dynamic sampling; the mean is of the env's rewards, without the "
-        "overlong penalty, or of rollout.score",
+        "others; [0,1] is DAPO's dynamic sampling; of rollout.score if set",
         common=True,
     )
     max_refills: PositiveInt = key(
-        10,
-        "most prompts that replace filtered ones in a step; in multiples of "
-        "data.prompts_per_rollout; then it trains what it has",
-        needs="filter",
+        10, "most prompts that replace filtered ones in a step, in multiples of prompts_per_rollout"
     )
     drop_solved: float | None = key(
         None,
-        "leave out prompts after their answers reach this mean reward; of rollout.score if set; "
-        "e.g. 0.9 (ScaleRL)",
+        "leave out prompts after their answers reach this mean reward; of rollout.score if set",
     )
     mask_truncated: bool = key(
-        False,
-        "do not train answers cut by a length limit (DAPO's overlong filtering); they still count "
-        "in their group's mean",
+        False, "do not train answers cut by a length limit (DAPO's overlong filtering)"
     )
     overlong_buffer: PositiveInt | None = key(
         None,
         "tokens before max_new_tokens over which the reward falls; DAPO's soft overlong "
-        "punishment; logged as the reward part overlong; the longest turn counts",
+        "punishment; the longest turn counts",
     )
     overlong_penalty: PositiveFloat = key(
-        1.0,
-        "how much the reward has fallen at max_new_tokens",
-        needs="overlong_buffer",
+        1.0, "how much the reward has fallen at max_new_tokens", needs="overlong_buffer"
     )
     length_penalty: NonNegativeFloat = key(
         0.0,
-        "what a training answer of max_new_tokens loses where all answers to its prompt "
-        "succeed; less where fewer do; e.g. 0.1 (ALP); logged as the reward part length_penalty",
+        "what a training answer of max_new_tokens loses where all answers to its prompt succeed; "
+        "less where fewer do; e.g. 0.1 (ALP)",
     )
 
     @property
@@ -789,10 +715,7 @@ class KLConfig:
         identity=True,
     )
     reward_estimator: str = key(
-        "k1",
-        "estimator with kl.type=reward",
-        choices=KL_ESTIMATOR_NAMES,
-        needs="type=reward",
+        "k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES, needs="type=reward"
     )
     loss_estimator: str = key(
         "k2",
@@ -802,9 +725,8 @@ class KLConfig:
     )
     importance_weights: bool | None = key(
         None,
-        "weight the KL term in the loss by the ratio of the current to the sampling policy; its "
-        "gradient is then that of the KL divergence; by default on with several updates per "
-        "step",
+        "weight the KL term in the loss by the ratio of the current to the sampling policy; by "
+        "default on with several updates per step",
         needs="type=loss",
     )
 
@@ -821,11 +743,7 @@ class AdvConfig:
         functions=ADVANTAGE_ESTIMATOR_NAMES,
         identity=True,
     )
-    gamma: Ratio = key(
-        1.0,
-        "discount of later rewards, per token",
-        setting_of="estimator",
-    )
+    gamma: Ratio = key(1.0, "discount of later rewards, per token", setting_of="estimator")
     lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
     norm_var: bool | None = key(  # derive_keys fills it in
         None,
@@ -860,8 +778,8 @@ class DPOLossConfig:
     )
     target_margin: NonNegativeFloat = key(
         0.5,
-        "SimPO's gamma; by how much beta times the chosen reply's mean log-probability should "
-        "be larger",
+        "SimPO's gamma; by how much beta times the chosen reply's mean log-probability should be "
+        "larger",
         setting_of="loss",
     )
     desirable_weight: NonNegativeFloat = key(
@@ -875,8 +793,7 @@ class DPOLossConfig:
     )
     sft_coef: NonNegativeFloat = key(
         0.0,
-        "weight of an SFT loss on the chosen replies; keeps them likely; e.g. 0.2 (Llama 3) or "
-        "1 (RPO)",
+        "weight of an SFT loss on the chosen replies, which keeps them likely; e.g. 0.2 (Llama 3)",
     )
 
 
@@ -907,16 +824,13 @@ class TrainerConfig:
     )
     disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
     deterministic: bool | None = key(
-        None,
-        "rollouts repeat bit for bit on the same layout; by default on a CPU only",
+        None, "rollouts repeat bit for bit on the same layout; by default on a CPU only"
     )
     save_dir: str = key(
         "runs/${trainer.experiment_name}", "folder for everything the run writes", common=True
     )
     save_freq: PositiveInt | None = key(
-        None,
-        "steps between checkpoints, from which runs resume; Ctrl-C saves one too",
-        common=True,
+        None, "steps between checkpoints, from which runs resume; Ctrl-C saves one too", common=True
     )
     keep_checkpoints: PositiveInt | None = key(
         2, "number of newest checkpoints to keep; null = all"
@@ -933,30 +847,21 @@ class TrainerConfig:
         common=True,
     )
     test_freq: PositiveInt | None = key(
-        None,
-        "steps between evaluations; by default only before and after training",
-        common=True,
+        None, "steps between evaluations; by default only before and after training", common=True
     )
     save_best: str | None = key(
         None,
-        "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the mean "
-        "reward of sampled answers (the share of right ones with rollout.score), without any by "
-        "the loss, and of several test sets by their mean; else the name of a test set, or a "
-        "metric after test/, e.g. accuracy",
+        "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the "
+        "mean reward or score of sampled answers, without any by the loss; else the name of a "
+        "test set, or a metric after test/",
     )
     patience: PositiveInt | None = key(
-        None,
-        "end the run after this many evaluations in a row without a better one",
+        None, "end the run after this many evaluations in a row without a better one"
     )
     watchdog: NonNegativeFloat = key(
-        60.0,
-        "seconds without progress until the ranks print their stacks; 0 = never",
+        60.0, "seconds without progress until the ranks print their stacks; 0 = never"
     )
-    seed: NonNegativeInt = key(
-        0,
-        "seed of sampling and of new weights",
-        at_most=LARGEST_SEED,
-    )
+    seed: NonNegativeInt = key(0, "seed of sampling and of new weights", at_most=LARGEST_SEED)
 
 
 @dataclass
@@ -964,21 +869,15 @@ class PPOTrainerConfig(TrainerConfig):
     """With the keys of the run that only PPO has."""
 
     save_tokens: bool = key(
-        False,
-        "keep tokens, log-probabilities and rewards of training answers; in "
-        "rollouts/train/step_N.safetensors",
+        False, "keep tokens, log-probabilities and rewards of training answers, beside the rollouts"
     )
     rollouts_from: str | None = key(
         None,
-        "run folder with saved tokens to train on instead of sampling; compares losses on the "
-        "same data, step by step",
+        "run folder with saved tokens to train on instead of sampling, step by step",
         identity=True,
     )
     eval_only: bool = key(
-        False,
-        "evaluate actor.model_name on the test data and end; loads no optimizer, reference or "
-        "critic",
-        identity=True,
+        False, "evaluate actor.model_name on the test data and end", identity=True
     )
 
 
@@ -1029,6 +928,12 @@ TRAINER_CONFIGS: dict[str, type] = {
     "dpo": DPOConfig,
     "rm": RMConfig,
 }
+
+
+def teacher_model(config: PPOConfig) -> ModelConfig:
+    """The teacher that the processes of the run load. It lies in memory as the actor."""
+    values = {field.name: getattr(config.actor, field.name) for field in fields(ModelConfig)}
+    return ModelConfig(**{**values, "model_name": config.teacher.model_name})
 
 
 def worker_names(config: Any) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from rl2.data.examples import DataCursor, Example
 
+INTERVAL = 4  # epochs after which a prompt outside of the bounds comes again
+
 
 class Measured(NamedTuple):
     """What is known of a prompt."""
@@ -21,8 +23,8 @@ class Curriculum:
     """Passes over prompts that would teach little, given how their answers did before.
 
     A prompt whose answers have reached the mean score `drop_solved` never comes again. With
-    `bounds`, a prompt whose newest success is outside of them comes in every `interval`-th epoch
-    only, and the others in each. A prompt that was never played is never passed over.
+    `bounds`, a prompt whose newest success is outside of them comes in each fourth epoch only, and
+    the others in all. A prompt that was never played is never passed over.
 
     What is passed over depends on the position in the data and on what was measured before the
     step, so it is the same on every process and in a resumed run.
@@ -30,7 +32,6 @@ class Curriculum:
 
     drop_solved: float | None = None
     bounds: Sequence[float] = ()  # (low, high), both within; empty: no curriculum
-    interval: int = 1
     measured: dict[int, Measured] = field(default_factory=dict)  # by the index of the row
 
     @property
@@ -66,7 +67,7 @@ class Curriculum:
             return False
         if self._is_solved(index):
             return True
-        is_due = epoch >= measured.epoch + self.interval
+        is_due = epoch >= measured.epoch + INTERVAL
         return not is_due and not self._is_within(measured.success)
 
     def _is_solved(self, index: int) -> bool:

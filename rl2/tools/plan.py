@@ -23,10 +23,9 @@ from transformers import AutoConfig
 from rl2.batch import Batch
 from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl
-from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
-from rl2.config.rules import loaded_models
+from rl2.config.rules import check_lengths, loaded_models
 from rl2.config.schema import TRAINER_CONFIGS, DPOConfig, PPOConfig, SFTConfig, worker_names
 from rl2.engine.base import TrainerMemory
 from rl2.engine.share import engine_bytes

@@ -4,7 +4,7 @@ DPO and its relatives compare the two replies of a pair, KTO takes replies one b
 the whole algorithm; read it first.
 """
 
-from rl2.config.early import answer_trainer
+from rl2.config.help import answer_trainer
 
 if __name__ == "__main__":
     answer_trainer("dpo")  # --help, before the imports below, which take seconds

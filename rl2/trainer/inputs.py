@@ -242,12 +242,9 @@ def read_few_shot(data: PromptConfig) -> list[dict[str, Any]]:
     """The messages of the solved examples, one example after the other. ValueError in words."""
     if not data.few_shot:
         return []
-    rows = load_rows(data.few_shot, "train", SFT_ROWS.read, {}, data.num_few_shot)
-    count = data.num_few_shot or len(rows)
-    if count > len(rows):
-        raise ValueError(f"data.num_few_shot={count}: {data.few_shot} has {len(rows)} rows")
+    rows = load_rows(data.few_shot, "train", SFT_ROWS.read)
     messages: list[dict[str, Any]] = []
-    for i in range(count):
+    for i in range(len(rows)):
         example = rows[i]["messages"]
         if isinstance(example, str):
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from rl2.config.parse import configure, let_hydra_answer, read_command
+from rl2.config.parse import accept, compose, let_hydra_answer, read_command
 from rl2.error_report import Diverged
 from rl2.run.signals import guard
 from rl2.trainer.inside import Trainer, train_job
@@ -27,7 +27,7 @@ def launch(trainer: Trainer) -> None:
     arguments = read_command(root, sys.argv[1:])
     if arguments.options:
         let_hydra_answer(root, arguments, partial(train_job, trainer))
-    config: Any = configure(root, arguments, trainer.find_problems)
+    config: Any = accept(compose(root, arguments), trainer.find_problems)
     with guard(config.trainer.watchdog):
         trainer.start(config)
 

@@ -19,7 +19,7 @@ from rl2.config.conditions import (
     needs_reference,
 )
 from rl2.config.exactness import choose_exactness
-from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, teacher_model, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
 from rl2.engine.base import Engine, EngineSettings, NamedTensors, TrainerMemory
@@ -434,8 +434,8 @@ def make_ppo_workers(
     frozen: dict[str, Worker | Reference] = {}
     if needs_reference(config):
         frozen["ref_logps"] = actor.reference()
-    teacher: Any = config.teacher  # without the keys that a frozen worker does not read
     if loads_teacher(config):
+        teacher: Any = teacher_model(config)  # without the keys that a frozen worker does not read
         frozen["teacher_logps"] = new_worker(teacher, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
@@ -501,9 +501,7 @@ def make_collector(
             overlong_penalty=rollout.overlong_penalty,
             length_penalty=rollout.length_penalty,
         ),
-        curriculum=Curriculum(
-            rollout.drop_solved, config.data.curriculum, config.data.curriculum_interval
-        ),
+        curriculum=Curriculum(rollout.drop_solved, config.data.curriculum),
         write_records=setup.folder.write_records,
         hint=Hint(config.teacher.hint, setup.template) if config.teacher.hint else None,
     )
@@ -541,7 +539,7 @@ def _scoring_models(config: PPOConfig) -> list[Any]:
         return []
     models: list[Any] = [config.actor]
     if loads_teacher(config):
-        models.append(config.teacher)
+        models.append(teacher_model(config))
     if needs_critic(config.adv.estimator):
         models.append(config.critic)
     return models

@@ -3,7 +3,7 @@
 `train` is the whole algorithm; read it first.
 """
 
-from rl2.config.early import answer_trainer
+from rl2.config.help import answer_trainer
 
 if __name__ == "__main__":
     answer_trainer("sft")  # --help, before the imports below, which take seconds
