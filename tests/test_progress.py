@@ -1,6 +1,7 @@
 """Tests of rl2/progress.py: what is shown of work that takes long."""
 
 import io
+import re
 import sys
 import time
 
@@ -45,3 +46,12 @@ def test_no_lines_on_a_terminal_or_of_other_ranks(is_shown, capsys, monkeypatch)
     assert capsys.readouterr().err == ""
     if is_shown:
         assert "3 of 8" not in sys.stderr.getvalue()
+
+
+def test_a_terminal_shows_how_far_a_phase_is_and_then_no_bar(monkeypatch):
+    monkeypatch.setattr(progress, "BAR_DELAY", 0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    progress.enter("update")
+    assert list(progress.track([1, 2])) == [1, 2]
+    output = sys.stderr.getvalue()
+    assert re.search(r"\rupdate: .*/2 .*micro-batches", output) and output.endswith(" \r")

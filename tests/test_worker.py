@@ -1,8 +1,5 @@
 """Compares every layout of the worker with a plain padded Hugging Face forward."""
 
-import io
-import re
-import sys
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +14,6 @@ from common import (
     make_critic,
     make_model,
     make_samples,
-    make_tokenizer,
     run,
 )
 from engine_contract import play
@@ -36,7 +32,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2 import progress
 from rl2.attention import ring
 from rl2.batch import Sample, collate
 from rl2.engine.base import EngineSettings
@@ -479,38 +474,6 @@ def test_an_update_whose_mean_ratio_is_above_the_limit_moves_nothing(tmp_path, d
     assert worker.version == 2
     # After 2 of 4 updates the linear schedule is halfway between 1 and its floor of 0.5.
     assert update(None).lr == pytest.approx(0.75 * LEARNING_RATE)
-
-
-def test_a_terminal_shows_how_far_a_worker_is_and_a_file_does_not(tmp_path, device, monkeypatch):
-    """Of loading, scoring test rows, an update and an export."""
-    name = make_model(tmp_path / "model")
-
-    def show(is_terminal, delay):
-        monkeypatch.setattr(progress, "BAR_DELAY", delay)
-        stream = io.StringIO()
-        stream.isatty = lambda: is_terminal
-        monkeypatch.setattr(sys, "stderr", stream)
-        progress.enter("loading")
-        worker = Worker(worker_config(name), device, False, 4)
-        progress.enter("test")
-        worker.infer(make_batch())
-        progress.enter("update")
-        worker.update(make_batch(), policy_loss, with_entropy=True)
-        progress.enter("save")
-        worker.export(str(tmp_path / "export"), make_tokenizer())
-        return stream.getvalue()
-
-    assert show(is_terminal=True, delay=600) == "", "short work needs no bar"
-    output = show(is_terminal=True, delay=0)
-    for title, unit in (
-        ("loading", "weights"),
-        ("test", "micro-batches"),
-        ("update", "micro-batches"),
-        ("save", "weights"),
-    ):
-        assert re.search(rf"\r{title}: .*/[1-9]\d* .* {unit}", output), title
-    assert output.endswith(" \r"), "a bar is still there"
-    assert show(is_terminal=False, delay=0) == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
