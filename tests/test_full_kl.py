@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
-from rl2.model.full_kl import full_kl
-from rl2.model.head import HeadInputs
+from rl2.model.head import HeadInputs, full_kl
 
 NUM_PAIRS, VOCABULARY = 23, 37
 

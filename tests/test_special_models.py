@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
-from rl2.model.full_kl import full_kl
-from rl2.model.head import HeadInputs, head_scores
+from rl2.model.head import HeadInputs, full_kl, head_scores
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 

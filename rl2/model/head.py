@@ -1,9 +1,10 @@
-"""The head: log-probabilities and entropies of chosen tokens, without holding the logits of all
-tokens where they are large.
+"""The head: log-probabilities and entropies of chosen tokens, and KL divergences from a teacher,
+without holding the logits of all tokens where they are large.
 
 Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of it).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,17 +155,15 @@ class _Head(torch.autograd.Function):
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, bias, targets, lse, entropy, kept = ctx.saved_tensors
         settings = ctx.settings
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
-        d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        for columns in chunks(hidden, weight):
+
+        def gradient_of(columns: slice) -> Tensor:
             if kept is None:
                 products = settings.logits.products(hidden, weight, bias, columns)
             else:
                 products = kept[: len(hidden), columns].float()
             logits = settings.logits.finish(products, columns)
             index, is_here = _targets_within(targets, columns)
-            d_logits = _gradient_of_chunk(
+            return _gradient_of_chunk(
                 logits,
                 lse,
                 entropy,
@@ -176,14 +175,27 @@ class _Head(torch.autograd.Function):
                 settings.logits.cap,
                 hidden.dtype,
             )
-            d_hidden += d_logits @ weight[columns]
-            if d_weight is not None:
-                d_weight[columns] = d_logits.T @ hidden
-            if d_bias is not None:
-                d_bias[columns] = d_logits.sum(0, dtype=torch.float32)
-        if settings.group:
-            dist.all_reduce(d_hidden, group=settings.group)
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+
+        return *_gradients_by_chunks(ctx, hidden, weight, bias, gradient_of), None, None
+
+
+def _gradients_by_chunks(
+    ctx, hidden, weight, bias, gradient_of: Callable[[slice], Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the first three inputs, from those of the products [P, columns]."""
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
+    d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+    for columns in chunks(hidden, weight):
+        d_logits = gradient_of(columns)
+        d_hidden += d_logits @ weight[columns]
+        if d_weight is not None:
+            d_weight[columns] = d_logits.T @ hidden
+        if d_bias is not None:
+            d_bias[columns] = d_logits.sum(0, dtype=torch.float32)
+    if ctx.settings.group:
+        dist.all_reduce(d_hidden, group=ctx.settings.group)
+    return d_hidden.to(hidden.dtype), d_weight, d_bias
 
 
 def _scores_by_chunks(
@@ -206,7 +218,8 @@ def _scores_by_chunks(
         logits = settings.logits.finish(products, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-        top, total, weighted = _add_chunk(logits, top, total, weighted, settings.with_entropy)
+        values = logits if settings.with_entropy else None
+        top, total, weighted = _add_chunk(logits, top, total, weighted, values)
     lse = total.log() + top
     mean = weighted / total  # sum p z, the mean logit; 0 without the entropy
     if settings.group:
@@ -215,20 +228,19 @@ def _scores_by_chunks(
     return target_logit - lse, lse, entropy, kept
 
 
-def _add_chunk(logits, top, total, weighted, with_entropy) -> tuple[Tensor, ...]:
+def _add_chunk(logits, top, total, weighted, values=None) -> tuple[Tensor, ...]:
     """(top, total, weighted) [P] of the columns so far and of the logits [P, columns].
 
-    They are the largest logit, the sum of exp(z - top), and the sum of z exp(z - top), which means
-    nothing without the entropy. The logits may be overwritten.
+    They are the largest logit z, the sum of exp(z - top), and that of value exp(z - top) if there
+    are `values` [P, columns]. Without them the logits are overwritten.
     """
     new_top = torch.maximum(top, logits.amax(1))
     scale = (top - new_top).exp()
-    # Only the entropy needs the logits again; without it their memory is reused.
-    shifted = logits - new_top[:, None] if with_entropy else logits.sub_(new_top[:, None])
+    shifted = logits.sub_(new_top[:, None]) if values is None else logits - new_top[:, None]
     exp = shifted.exp_()
     total = total * scale + exp.sum(1)
-    if with_entropy:
-        weighted = weighted * scale + exp.mul_(logits).sum(1)
+    if values is not None:
+        weighted = weighted * scale + exp.mul_(values).sum(1)
     return new_top, total, weighted
 
 
@@ -262,6 +274,105 @@ def _gradient_of_chunk(
         d_logits = d_logits * slope
     # The gradients end in the type of the weights, so their products need no more.
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """How the divergences of a call are computed, see `full_kl`."""
+
+    policy: LogitSettings
+    teacher: LogitSettings
+    group: dist.ProcessGroup | None
+
+
+def full_kl(
+    policy: HeadInputs,
+    teacher: HeadInputs,
+    *,
+    group: dist.ProcessGroup | None = None,
+    candidates: CandidateMask | None = None,
+) -> Tensor:
+    """KL(policy || teacher) of each pair [P] in fp32, in nats.
+
+    With `candidates` both distributions are among these tokens only. The tensors of the policy get
+    a gradient, those of the teacher get none. `group` is as in `head_scores`.
+
+    Models with the same tokens may pad their vocabularies to different sizes. Then both
+    distributions are among the ids that both have; not with `group`, where the parts would not
+    have the same ids: ValueError.
+    """
+    if group is not None and len(policy.weight) != len(teacher.weight):
+        raise ValueError(
+            f"the parts of the vocabulary have {len(policy.weight)} tokens in the policy and "
+            f"{len(teacher.weight)} in the teacher"
+        )
+    num_shared = min(len(policy.weight), len(teacher.weight))
+    settings = KLSettings(
+        policy=policy.logit_settings(candidates),
+        teacher=teacher.logit_settings(candidates),
+        group=group,
+    )
+    return _FullKL.apply(
+        *_first_tokens(policy, num_shared), *_first_tokens(teacher, num_shared), settings
+    )
+
+
+def _first_tokens(head: HeadInputs, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(hidden states, weight, bias) of a head that has the first `count` tokens only."""
+    if count == len(head.weight):
+        return head.hidden, head.weight, head.bias
+    return head.hidden, head.weight[:count], None if head.bias is None else head.bias[:count]
+
+
+class _FullKL(torch.autograd.Function):
+    """A chunk of the vocabulary at a time. The backward pass computes the logits again.
+
+    With p = softmax(z) of the policy and q = softmax(y) of the teacher, KL = sum p (log p - log q)
+    = sum p (z - y) - lse(z) + lse(y), and dKL / dz = p (log p - log q - KL).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, *teacher_and_settings):
+        *teacher, settings = teacher_and_settings
+        ctx.settings = settings
+        zeros = torch.zeros(len(hidden), device=hidden.device)
+        top = teacher_top = zeros - torch.inf
+        total = difference = teacher_total = zeros
+        for columns in chunks(hidden, weight):
+            z = settings.policy.compute(hidden, weight, bias, columns)
+            y = settings.teacher.compute(*teacher, columns)
+            top, total, difference = _add_chunk(z, top, total, difference, z - y)
+            teacher_top, teacher_total, _ = _add_chunk(y, teacher_top, teacher_total, zeros)
+        lse, teacher_lse = total.log() + top, teacher_total.log() + teacher_top
+        difference = difference / total
+        if settings.group:
+            lse, _, difference = sum_softmax(lse, zeros, difference, settings.group)
+            teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, settings.group)
+        kl = difference - lse + teacher_lse
+        ctx.save_for_backward(hidden, weight, bias, *teacher, lse, teacher_lse, kl)
+        return kl
+
+    @staticmethod
+    def backward(ctx, d_kl):
+        hidden, weight, bias, *teacher, lse, teacher_lse, kl = ctx.saved_tensors
+        teacher_hidden, teacher_weight, teacher_bias = teacher
+        settings: KLSettings = ctx.settings
+        temperature, cap = settings.policy.divisor, settings.policy.cap
+        scale = d_kl / temperature
+
+        def gradient_of(columns: slice) -> Tensor:
+            z = settings.policy.compute(hidden, weight, bias, columns)
+            y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
+            log_p = z - lse[:, None]
+            log_q = y - teacher_lse[:, None]
+            d_logits = log_p.exp() * (log_p - log_q - kl[:, None]) * scale[:, None]
+            if cap is not None:
+                d_logits = d_logits * cap_slope(z, temperature, cap)
+            return d_logits.to(hidden.dtype)
+
+        no_gradients_of_teacher = (None, None, None)
+        gradients = _gradients_by_chunks(ctx, hidden, weight, bias, gradient_of)
+        return *gradients, *no_gradients_of_teacher, None
 
 
 def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:

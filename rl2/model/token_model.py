@@ -18,8 +18,14 @@ from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
 from rl2.model.balance import LoadBalance
 from rl2.model.exact import Exactness
-from rl2.model.full_kl import full_kl
-from rl2.model.head import HeadInputs, candidate_mask, head_scores, logit_cap, logit_divisor
+from rl2.model.head import (
+    HeadInputs,
+    candidate_mask,
+    full_kl,
+    head_scores,
+    logit_cap,
+    logit_divisor,
+)
 from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
 from rl2.model.routing import Routing
