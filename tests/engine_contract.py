@@ -10,7 +10,7 @@ from parity import make_batch, policy_loss
 from transformers import AutoModelForCausalLM
 
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.model.routers import find_logit_routers
+from rl2.model.moe import find_logit_routers
 
 VERBS = ["generate", "abort", "sleep", "wake", "load_weights", "verify_weights", "close"]
 ATTRIBUTES = ["index", "count", "max_running_requests", "version", "loop"]

@@ -38,8 +38,7 @@ from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
-from rl2.model.routers import find_logit_routers
-from rl2.model.routing import find_router_layers
+from rl2.model.moe import find_logit_routers, find_router_layers
 from rl2.model.towers import empty_language_model
 from rl2.worker import Worker
 

@@ -24,14 +24,12 @@ from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS, leave_attention_uncompiled
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
-from rl2.model.balance import LoadBalance, choose_coefficient
 from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
+from rl2.model.moe import LoadBalance, Routing, choose_coefficient, freeze_routers
 from rl2.model.nf4 import nf4_layers, quantize
 from rl2.model.recurrent import check_layout
-from rl2.model.routers import freeze_routers
-from rl2.model.routing import Routing
 from rl2.model.token_model import TokenModel
 from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
@@ -78,7 +76,7 @@ def load_model(
     lora_settings: LoraSettings | None = None,
     freeze_router: bool = False,
     router_aux_loss_coef: float | None = 0.0,  # see `choose_coefficient`
-    routing_replay: bool = False,  # tokens go to the experts that a pack names, see routing.py
+    routing_replay: bool = False,  # tokens go to the experts that a pack names, see moe.py
     dither_seed: int | None = None,  # of random places in bf16's rounding cells, see dither.py
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:

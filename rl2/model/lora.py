@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rl2.model import nf4
 from rl2.model.adapter_folder import WEIGHTS
-from rl2.model.routers import find_routers
+from rl2.model.moe import find_routers
 from rl2.model.towers import find_towers
 from rl2.progress import track
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
-from rl2.model.balance import LoadBalance
 from rl2.model.exact import Exactness
 from rl2.model.head import (
     HeadInputs,
@@ -26,9 +25,9 @@ from rl2.model.head import (
     logit_cap,
     logit_divisor,
 )
+from rl2.model.moe import LoadBalance, Routing
 from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
-from rl2.model.routing import Routing
 from rl2.model.towers import find_towers
 
 
