@@ -65,7 +65,7 @@ REFUSED = {
     "rwkv": "its config has no num_attention_heads",
     "llama4": "has no body apart from its head",
     "mpt": "attention interface",
-    "openai-gpt": "sequences of one pack see each other",
+    "openai-gpt": "log-probabilities are not those of transformers",
 }
 
 
