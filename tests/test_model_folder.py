@@ -15,7 +15,6 @@ from rl2.data.chat import ChatTemplate
 from rl2.model.folder import (
     check_length,
     check_model,
-    check_num_layers,
     check_token_ids,
     load_eos_token_ids,
     load_tokenizer,
@@ -143,11 +142,7 @@ def test_sequences_are_no_longer_than_what_positions_allow(name, tmp_path):
         check_length(KEY, str(tmp_path / "phi"), 4097, "a row is too long")
 
 
-def test_layers_and_tokens_that_the_model_does_not_have(name):
-    for number in (True, "auto", 2):
-        check_num_layers("key", name, number)
-    with pytest.raises(ValueError, match=f"key=3: {name} has 2 layers"):
-        check_num_layers("key", name, 3)
+def test_tokens_that_the_model_does_not_have(name):
     check_token_ids("key", name, [0, 97])
     with pytest.raises(ValueError, match="98 tokens, the last one is 97"):
         check_token_ids("key", name, [3, 98])

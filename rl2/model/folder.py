@@ -63,13 +63,6 @@ def check_config(key: str, name: str) -> None:
     _read_config(f"{key}={name}", name)
 
 
-def check_num_layers(key: str, name: str, number: bool | int | str) -> None:
-    """ValueError if a number of layers, of the config key `key`, is more than the model has."""
-    num_layers = AutoConfig.from_pretrained(name).get_text_config().num_hidden_layers
-    if type(number) is int and number > num_layers:
-        raise ValueError(f"{key}={number}: {name} has {num_layers} layers; true is all of them")
-
-
 def check_token_ids(key: str, name: str, ids: list[int]) -> None:
     """ValueError if one of the tokens, of the config key `key`, is not in the vocabulary."""
     size = AutoConfig.from_pretrained(name).get_text_config().vocab_size

@@ -19,7 +19,6 @@ from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.folder import check_length as check_num_positions
-from rl2.model.folder import check_num_layers
 from rl2.model.load import check_adapters
 from rl2.parallel.rank import is_first_rank
 from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
@@ -200,12 +199,10 @@ def count_steps(examples: Examples | Mixture, folder: RunFolder) -> int:
 
 
 def check_layers(config: Any) -> None:
-    """ValueError for layers of the config that the models do not have. It reads no weights."""
+    """ValueError for adapters that the models cannot have. It reads no weights."""
     for worker in worker_names(config):
         section = getattr(config, worker)
         name = section.model_name or config.actor.model_name  # a critic's may be the actor's
-        key = f"{worker}.gradient_checkpointing"
-        check_num_layers(key, name, section.gradient_checkpointing)
         if section.lora_rank:
             check_adapters(name, worker == "critic", make_lora_settings(section))
 
