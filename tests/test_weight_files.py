@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from rl2.config.parse import parse
-from rl2.config.schema import PPOConfig, SFTConfig
+from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.folder import check_model
 from rl2.parallel.mesh import init_distributed
-from rl2.trainer import sft
 from rl2.trainer.ppo_run import set_up
 from rl2.worker import Worker
 
@@ -186,15 +185,11 @@ def test_masks_in_the_files_of_gpt2_are_allowed(tmp_path, device, capfd):
     assert "ignores" not in capfd.readouterr().out
 
 
-METHODS = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "hqq", "torchao", "modelopt")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_quantized_models_are_refused_by_their_config(tmp_path, method):
+def test_quantized_models_are_refused_by_their_config(tmp_path):
     name = make_model(tmp_path / "model")
-    change_config(name, quantization_config={"quant_method": method, "bits": 4})
+    change_config(name, quantization_config={"quant_method": "awq", "bits": 4})
     for critic in (False, True):
-        with pytest.raises(ValueError, match=rf"key={name}: .* \({method}\).* unquantized model"):
+        with pytest.raises(ValueError, match=rf"key={name}: .* \(awq\).* unquantized model"):
             check_model("key", name, critic)
 
 
@@ -250,18 +245,3 @@ def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path, device, targ
     settings = worker_config(name, lora_rank=2, lora_targets=targets)
     with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
         Worker(settings, device, False, 4)
-
-
-@pytest.mark.parametrize("trainer", ["ppo", "sft"])
-def test_lora_without_linear_layers_is_refused_before_the_rows(tmp_path, trainer):
-    name = make_gpt2(tmp_path / "model")
-    folder = tmp_path / "run"
-    task = write_letter_task(tmp_path)
-    (tmp_path / "train.jsonl").write_text("no rows")
-    words = [f"actor.model_name={name}", "actor.lora_rank=2", f"trainer.save_dir={folder}"]
-    with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
-        if trainer == "ppo":
-            set_up(parse(PPOConfig, [*words, *task]))
-        else:
-            words.append(f"data.path={tmp_path}/train.jsonl")
-            sft.make_run(parse(SFTConfig, words))

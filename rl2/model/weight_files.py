@@ -7,9 +7,11 @@ those of the model that config.json describes.
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import torch
@@ -75,7 +77,8 @@ def read_weights(
                 **options,
             )
         except RuntimeError as error:
-            broken = set(re.findall(r"^(\S+) +\| CONVERSION", "\n".join(log), re.MULTILINE))
+            text = "\n".join(record.getMessage() for record in log)
+            broken = set(re.findall(r"^(\S+) +\| CONVERSION", text, re.MULTILINE))
             if not broken:
                 raise
             reason = "are not whole in the files, or have parts of different shapes"
@@ -154,19 +157,13 @@ def _some(names: set[str]) -> str:
 
 
 @contextmanager
-def _captured_log() -> Iterator[list[str]]:
+def _captured_log() -> Iterator[list[logging.LogRecord]]:
     """A context in which what transformers logs goes to a list."""
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Lines()
+    handler = BufferingHandler(sys.maxsize)
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(handler)
     try:
-        yield lines
+        yield handler.buffer
     finally:
         transformers_logging.remove_handler(handler)
         transformers_logging.enable_default_handler()
