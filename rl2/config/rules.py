@@ -67,27 +67,26 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
         problems += check_envs(config)
         problems += check_engine(config)
         if config.rollout.exact:
-            exact = [
-                ("rollout.exact", True, f"does not hold with {x}") for x in exact_obstacles(config)
-            ]
-            problems += of_rows(config, exact)
+            for obstacle in exact_obstacles(config):
+                problems.append(
+                    unfit_value("rollout.exact", True, f"does not hold with {obstacle}")
+                )
         warnings += of_rows(config, find_misleading(config))
         warnings += of_set_keys(config, find_unclipped(config), changed)
     return without_repeats(config, problems), warnings
 
 
 def of_rows(config: Any, rows: Iterable[Row]) -> Iterator[Problem]:
-    """The problems of the rows whose condition is met."""
-    for key, is_met, text in rows:
-        if is_met:
-            yield unfit_value(key, get_value(config, key), text)
+    """The problems of keys that do not fit others."""
+    for key, text in rows:
+        yield unfit_value(key, get_value(config, key), text)
 
 
 def of_set_keys(config: Any, rows: Iterable[Row], changed: set[str]) -> Iterator[Problem]:
     """The same of the keys that the user has changed. A row may be of a section."""
-    for start, is_met, text in rows:
+    for start, text in rows:
         for key in sorted(changed):
-            if is_met and f"{key}.".startswith(f"{start}."):
+            if f"{key}.".startswith(f"{start}."):
                 yield unfit_value(key, get_value(config, key), text)
 
 
