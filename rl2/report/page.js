@@ -68,14 +68,12 @@ function pointsOf(run, metric) {
 const metricsOf = (run) => Object.keys(run.metrics).filter((name) => run.metrics[name].some(isNumber));
 
 /** A part that is made when it is first opened. */
-function makeFolded(title, isOpen, build) {
+function makeFolded(title, hint, build, isOpen = false) {
   const place = make("div");
   const ontoggle = () => place.childElementCount || place.append(build());
   if (isOpen) ontoggle();
-  return make("details", { className: "fold", ontoggle, open: isOpen }, make("summary", {}, ...title), place);
+  return make("details", { className: "fold", ontoggle, open: isOpen }, make("summary", {}, make("b", {}, title), make("span", {}, hint)), place);
 }
-
-const makeTitle = (title, hint) => [make("b", {}, title), make("span", {}, hint)];
 
 // Curves
 
@@ -113,13 +111,13 @@ function axisOf(metric, values) {
 const isConstant = (points) => points.every(([, value]) => value === points[0][1]);
 
 /** A chart; the caption has the values under the pointer. */
-function makeChart(heads, points, [low, high], describe, usual) {
+function makeChart(title, points, [low, high], describe, usual) {
   const steps = rangeOf(points.map(([step]) => step));
   const { width, height } = CHART;
   const [right, bottom] = [width - 8, height - 20];
   const x = (step) => 54 + ((right - 54) * (step - steps[0])) / (steps[1] - steps[0]);
   const y = (value) => 8 + ((bottom - 8) * (high - value)) / (high - low);
-  const spoken = [...heads.map((head) => head.textContent), ...steps.map((step) => `step ${step}: ${describe(step)}`)].join(", ");
+  const spoken = [title.textContent, ...steps.map((step) => `step ${step}: ${describe(step)}`)].join(", ");
   const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": spoken });
   const write = (text, attributes) => svg.appendChild(makeSvg("text", attributes)).append(text);
   for (const value of ticks([low, high], 6)) {
@@ -129,7 +127,7 @@ function makeChart(heads, points, [low, high], describe, usual) {
   for (const step of ticks(steps, 6).filter(Number.isInteger)) {
     write(format(step), { x: x(step), y: height - 3, "text-anchor": "middle" });
   }
-  const caption = make("span", {}, ...usual);
+  const caption = make("span", {}, usual);
   const cursor = svg.appendChild(makeSvg("path", { class: "grid" }));
   const near = ({ clientX }) => {
     const box = svg.getBoundingClientRect();
@@ -142,9 +140,9 @@ function makeChart(heads, points, [low, high], describe, usual) {
   };
   svg.onpointerleave = () => {
     cursor.setAttribute("d", "");
-    caption.replaceChildren(...usual);
+    caption.replaceChildren(usual);
   };
-  const figure = make("figure", {}, make("figcaption", {}, heads[0], caption), ...heads.slice(1), svg);
+  const figure = make("figure", {}, make("figcaption", {}, title, caption), svg);
   const draw = (className, color, line) => {
     const d = line.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     svg.append(colored(makeSvg("path", { class: className, d }), color));
@@ -166,15 +164,19 @@ function linesOf(metric) {
 
 const withError = (value, error) => format(value) + (error ? ` ± ${format(CONFIDENCE * error)}` : "");
 
-/** One metric of all runs, with error bars if it has a standard error. `usual` is the caption. */
-function lineChart(metric, heads, usual) {
+/** A metric of all runs with its first and last value, as curves with error bars unless it is constant. */
+function makeFigure(metric, ...heads) {
   const lines = linesOf(metric);
+  const title = make("span", {}, ...heads);
+  const endsOf = ({ points, errors }) => union([points[0], points.at(-1)].map(([step, value]) => withError(value, errors.get(step)))).join(" → ");
+  const ends = lines.map(endsOf).join(" | ");
+  if (lines.every(({ points }) => isConstant(points))) return make("figure", {}, make("figcaption", {}, title, make("span", {}, `${ends} at all steps`)));
   const window = +byId("smoothing").value;
   const describe = (step) => lines.map(({ points, errors }) => withError(points.find((point) => point[0] === step)?.[1], errors.get(step))).join(" | ");
-  const ends = lines.flatMap(({ bars }) => bars.flat());
-  const axis = axisOf(metric, ends.map(([, value]) => value));
+  const places = lines.flatMap(({ bars }) => bars.flat());
+  const axis = axisOf(metric, places.map(([, value]) => value));
   const cut = axis[0] > 0 || axis[1] < 0 ? ", axis without 0" : "";
-  const { figure, draw } = makeChart(heads, ends, axis, describe, [usual + cut]);
+  const { figure, draw } = makeChart(title, places, axis, describe, ends + cut);
   for (const { run, points, bars, errors } of lines) {
     if (errors.size) bars.forEach((bar) => draw("", run.color, bar));
     if (window > 1) draw("faint", run.color, points);
@@ -184,21 +186,12 @@ function lineChart(metric, heads, usual) {
   return figure;
 }
 
-/** A metric under its title, with the first and the last value of each run; no curve if it is constant. */
-function makeFigure(metric, ...title) {
-  const lines = linesOf(metric);
-  const heads = [make("span", {}, ...title)];
-  const ends = lines.map(({ points, errors }) => union([points[0], points.at(-1)].map(([step, value]) => withError(value, errors.get(step)))).join(" → ")).join(" | ");
-  if (lines.every(({ points }) => isConstant(points))) return make("figure", {}, make("figcaption", {}, ...heads, make("span", {}, `${ends} at all steps`)));
-  return lineChart(metric, heads, ends);
-}
-
 /** The metrics of a topic; those that never change come last. */
 function drawTopic(title, names, isOpen) {
   const isVarying = (name) => linesOf(name).some(({ points }) => !isConstant(points));
   const ordered = sorted(names, isVarying);
   const draw = () => make("div", { className: "charts" }, ...ordered.map((name) => makeFigure(name, make("b", {}, name))));
-  const fold = makeFolded(makeTitle(title, ordered.join(", ")), isOpen, draw);
+  const fold = makeFolded(title, ordered.join(", "), draw, isOpen);
   fold.dataset.topic = title;
   return fold;
 }
@@ -272,14 +265,14 @@ function drawTables() {
   RUNS.forEach((run, i) => {
     const named = RUNS.length > 1 ? ` of ${run.name}` : "";
     const whole = () => makeTable("tall texts", ["key", "value"], Object.entries(facts[i]));
-    byId("config").append(makeFolded(makeTitle(`Configuration${named}`, "keys, command, versions"), false, whole));
+    byId("config").append(makeFolded(`Configuration${named}`, "keys, command, versions", whole));
   });
   if (RUNS.length === 1) return;
   const keys = union(facts.map(Object.keys)).filter((key) => !/^trainer\.(save_dir|experiment_name)$|^run\.(command|launch|time)$/.test(key));
   const differing = keys.filter((key) => new Set(facts.map((fact) => JSON.stringify(fact[key]))).size > 1);
   const rows = differing.map((key) => [key, ...facts.map((fact) => fact[key])]);
   const table = () => makeTable("wide texts", ["key", ...RUNS.map(nameOf)], rows);
-  byId("config").prepend(makeFolded(makeTitle(`The runs differ in ${count(rows.length, "key")}`, differing.join(", ")), true, table));
+  byId("config").prepend(makeFolded(`The runs differ in ${count(rows.length, "key")}`, differing.join(", "), table, true));
 }
 
 // Answers
@@ -381,7 +374,7 @@ function makeGroup({ title, size, prompt, row, answers }) {
 function makePrompt(prompt, { answer, ...columns }) {
   const messages = prompt.slice(-1).map((message) => makeMessage(message, message.role !== "user"));
   const before = prompt.slice(0, -1);
-  if (before.length) messages.unshift(makeFolded(makeTitle(`${count(before.length, "message")} before`, before.map(({ role }) => role).join(", ")), false, () => make("div", {}, ...before.map((message) => makeMessage(message)))));
+  if (before.length) messages.unshift(makeFolded(`${count(before.length, "message")} before`, before.map(({ role }) => role).join(", "), () => make("div", {}, ...before.map((message) => makeMessage(message)))));
   if (answer !== undefined) messages.push(make("div", { className: "quiet" }, `row's answer: ${format(answer)}`));
   if (Object.keys(columns).length) messages.push(makeMessage({ role: "columns of the row", content: columns }));
   return messages;
@@ -446,18 +439,11 @@ function begin() {
   byId("curve-controls").hidden = RUNS.every(({ steps }) => steps.length < 2);
   const played = RUNS.map((run, i) => [i, run.name]).filter(([i]) => RUNS[i].rollouts.length);
   byId("answers").hidden = byId("to-answers").hidden = !played.length;
-  if (played.length) beginAnswers(played);
-}
-
-function beginAnswers(played) {
-  const anew = (draw) => () => {
-    numCards = CARDS_A_PAGE;
-    draw();
-  };
-  for (const id of ["step", "order", "part", "finish"]) byId(id).onchange = anew(drawAnswers);
-  byId("text-search").oninput = anew(drawAnswers);
-  byId("run").onchange = anew(chooseRun);
-  byId("split").onchange = anew(chooseSplit);
+  if (!played.length) return;
+  for (const id of ["step", "order", "part", "finish"]) byId(id).onchange = drawAnswers;
+  byId("text-search").oninput = drawAnswers;
+  byId("run").onchange = chooseRun;
+  byId("split").onchange = chooseSplit;
   byId("more").onclick = () => {
     numCards += CARDS_A_PAGE;
     drawAnswers();
