@@ -5,7 +5,6 @@ Marks are only counted; no result depends on them.
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +55,7 @@ class Bar:
     """A progress bar on the terminal, with tokens per second if tokens are counted.
 
     It appears after two seconds and disappears at the end. If stderr is a file or a pipe, it gets a
-    line every 30 s instead.
+    line at most every 30 s instead, when units are finished.
     """
 
     def __init__(self, title: str, total: int | None, unit: str, is_shown: bool = True):
@@ -75,21 +74,14 @@ class Bar:
             leave=False,
             disable=None if is_shown else True,
         )
-        self.is_over = threading.Event()
-        self.printer: threading.Thread | None = None
-        if is_shown and self.bar.disable:
-            self.printer = threading.Thread(target=self._print_lines, name="progress", daemon=True)
+        self.prints_lines = is_shown and self.bar.disable
+        self.line_due_at = self.began_at + LINE_SECONDS
 
     def __enter__(self) -> Self:
-        if self.printer:
-            self.printer.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.close()
-        self.is_over.set()
-        if self.printer:
-            self.printer.join()
 
     def add(self, count: int, num_tokens: int = 0) -> None:
         """Counts finished units, and tokens."""
@@ -99,18 +91,17 @@ class Bar:
         if self.num_tokens and not self.bar.disable:
             self.bar.set_postfix_str(self._speed(), refresh=False)
         self.bar.update(count)
-
-    def _speed(self) -> str:
-        seconds = max(time.monotonic() - self.began_at, 1e-9)
-        return f"{self.num_tokens / seconds:,.0f} tokens/s"
-
-    def _print_lines(self) -> None:
-        while not self.is_over.wait(LINE_SECONDS):
+        if self.prints_lines and time.monotonic() > self.line_due_at:
+            self.line_due_at = time.monotonic() + LINE_SECONDS
             total = "" if self.total is None else f" of {self.total}"
             speed = f", {self._speed()}" if self.num_tokens else ""
             seconds = time.monotonic() - self.began_at
             text = f"{self.title}: {self.num_done}{total} {self.unit}, {seconds:.0f} s{speed}"
             print(text, file=sys.stderr)
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self.began_at, 1e-9)
+        return f"{self.num_tokens / seconds:,.0f} tokens/s"
 
 
 def track(items: Sequence[Item], unit: str = "micro-batches") -> Iterator[Item]:

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from rl2.config.schema import SFTActorConfig, SFTConfig, SFTDataConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.run import folder as run_folder
-from rl2.run import start
 from rl2.run.folder import RunFolder
-from rl2.run.start import claim_folder
 
 RANK = int(os.environ["RANK"])
 
@@ -27,7 +25,7 @@ def try_to_start(model: str, lr: float) -> None:
     config = SFTConfig(data=data, actor=SFTActorConfig(model_name=model, lr=lr))
     config.trainer.save_dir = "runs/default"
     try:
-        RunFolder(config, claim_folder(config))
+        RunFolder(config)
         problem = "agreed"
     except ValueError as error:
         problem = str(error)
@@ -47,10 +45,10 @@ def main(model: str, folder: Path) -> None:
     os.chdir(folder / "0")
     hash_package = run_folder.hash_package
     if RANK == 1:
-        start.hash_sources = lambda paths: "the hash of other rows"
+        run_folder.hash_sources = lambda paths: "the hash of other rows"
         run_folder.hash_package = lambda: "the hash of other code"
     try_to_start(model, 0.5 if RANK == 1 else 1.0)
-    start.hash_sources = lambda paths: "the same"
+    run_folder.hash_sources = lambda paths: "the same"
     run_folder.hash_package = hash_package
     try_to_start(model, 1.0)
     dist.destroy_process_group()

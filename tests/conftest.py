@@ -21,9 +21,8 @@ def hears_ctrl_c():
     """Ctrl-C raises KeyboardInterrupt.
 
     A shell starts background programs with Ctrl-C ignored, and their children inherit it. A trainer
-    that an earlier test ran in this process would end the process, see `end_on_signals`.
+    that an earlier test ran in this process has signals end it at once.
     """
-    signal.set_wakeup_fd(-1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

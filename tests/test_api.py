@@ -97,7 +97,6 @@ def describe_process():
     return {
         "environment": environment,
         "handlers": [signal.getsignal(number) for number in STOP_SIGNALS],
-        "wakeup": signal.set_wakeup_fd(-1),
         "group": dist.is_initialized(),
         "random": torch.get_rng_state().tolist(),
         "switch": sys.getswitchinterval(),

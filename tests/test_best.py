@@ -114,7 +114,7 @@ def test_the_best_is_kept_and_patience_ends_the_run(model, monkeypatch, capsys):
     assert len(longer.metrics) == len(losses) + 2
 
     # Every checkpoint of a best step is there, and the model of it is not.
-    def interrupt(recorder):
+    def interrupt(recorder, step):
         raise InterruptedError("between checkpoint and export")
 
     for _ in range(best):

@@ -6,12 +6,10 @@ import re
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from common import make_environment, write_jsonl
 
-from rl2.run.lock import Process, RunLock, this_process
 from rl2.tools import ls
 
 PPO = {"actor": {"model_name": "Qwen/Qwen3-0.6B"}, "trainer": {"eval_only": False}}
@@ -33,7 +31,8 @@ def write_run(folder, *, config=PPO, lines=LINES, lock=RELEASED, trainer="PPOCon
     write_jsonl(folder / "metrics.jsonl", lines)
     if lock is not None:
         (folder / "lock").mkdir()
-        (folder / "lock/1.json").write_text(json.dumps(lock))
+        (folder / "lock/owner.json").write_text(json.dumps(lock))
+        (folder / "lock/held").touch()
     if "model_step" in record:
         (folder / "model").mkdir()
     return folder
@@ -50,9 +49,9 @@ def list_runs(capsys, monkeypatch, *folders):
     return runs, [cells[0] for cells in rows if len(cells) == 1]
 
 
-def other_machine():
-    """The content of a lock that a process of another machine has made."""
-    return {"pid": 1, "host": "node7", "machine": "another boot", "start": "5", "since": ""}
+def owner(host, boot="another boot"):
+    """The content of a lock that nobody has released."""
+    return {"pid": 1, "host": host, "boot": boot, "since": ""}
 
 
 @pytest.mark.parametrize("arguments", [["ls", "."], [], ["sft", "--help"]])
@@ -79,44 +78,47 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
 
 
 def test_the_states(tmp_path, capsys, monkeypatch):
-    mine = this_process()
-    gone = {**vars(mine), "start": mine.start + "0"}
     evaluation = {**PPO, "trainer": {"eval_only": True}}
     write_run(tmp_path / "stopped", model_step=3, is_complete=False)
     write_run(tmp_path / "failed")
     write_run(tmp_path / "failed_later", model_step=2, is_complete=False)
-    write_run(tmp_path / "running", lock=vars(mine), model_step=3, is_complete=True)
-    write_run(tmp_path / "killed", lock=gone)
+    write_run(tmp_path / "killed", lock=owner(socket.gethostname()))
+    write_run(tmp_path / "elsewhere", lock=owner("node7"))
     write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
     write_run(tmp_path / "copied", lock=None)
     write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)
-    for name, age in (("elsewhere", 1), ("silent", 100), ("lost", 9999)):
-        folder = write_run(tmp_path / name, lock=other_machine())
-        os.utime(folder / "lock/1.json", (time.time() - age,) * 2)
     runs, _ = list_runs(capsys, monkeypatch, tmp_path)
     assert {name: run[-1] for name, run in runs.items()} == {
         "stopped": "stopped",
         "failed": "failed",
         "failed_later": "failed",
-        "running": "running",
         "killed": "killed",
         "evaluated": "finished",
         "copied": "unknown",
         "copied_whole": "finished",
-        "elsewhere": "running",
-        "silent": "unknown",
-        "lost": "killed",
+        "elsewhere": "unknown",
     }
+
+
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from rl2.run.lock import RunLock
+
+RunLock(Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_run_that_holds_its_folder_is_running_until_it_lets_go(tmp_path, capsys, monkeypatch):
     """The lock of the run itself, before it has written any metrics."""
-    lock = RunLock(tmp_path / "new")
-    lock.acquire()
-    (tmp_path / "new/notes.txt").touch()  # or a start that fails leaves no folder
-    assert Process(**json.loads(lock.path.read_text())).host == socket.gethostname()
+    (tmp_path / "new").mkdir()
+    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "new")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
     states = []
-    for end in (lambda: None, lock.release):
+    for end in (lambda: None, holder.communicate):
         end()
         runs, problems = list_runs(capsys, monkeypatch, tmp_path)
         states.append(runs["new"][-1])

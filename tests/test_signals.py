@@ -14,7 +14,6 @@ import torch
 from rl2.algorithms.find import find_policy_loss
 from rl2.algorithms.losses import masked
 from rl2.run.signals import user_errors
-from rl2.run.watchdog import Sign, Watchdog
 
 
 def fail_in_an_operator():
@@ -81,37 +80,3 @@ def test_a_rank_in_c_code_ends_with_its_launcher():
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
         launcher.stdout.close()
-
-
-class Store(dict):
-    """Signs of ranks by number. Those of living ranks grow while `lost_ranks` waits."""
-
-    def __init__(self, slow_ranks=()):
-        for rank in range(3):
-            self[str(rank)] = Sign(1, "", f"(pid {rank})", 0.0)
-        self.slow_ranks = slow_ranks  # which sign at every third look only
-        self.num_looks = 0
-
-    def clone(self):
-        return self
-
-    def check(self, keys):
-        return keys[0] in self
-
-    def multi_get(self, keys):
-        return [json.dumps(vars(self[key])) for key in keys]
-
-    def wait(self, seconds):
-        self.num_looks += 1
-        for rank in (0, 1):
-            self[str(rank)].number += rank not in self.slow_ranks or self.num_looks % 3 == 0
-
-
-@pytest.mark.parametrize("slow_ranks, num_looks", [((), 1), ((1,), 3), ((0,), 3)])
-def test_the_rank_that_alone_is_silent_is_named_at_once(monkeypatch, slow_ranks, num_looks):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    watchdog = Watchdog(60)
-    store = watchdog.store = Store(slow_ranks)
-    monkeypatch.setattr("time.sleep", store.wait)
-    assert watchdog.lost_ranks() == ["rank 2 (pid 2)"]
-    assert store.num_looks == num_looks

@@ -66,16 +66,11 @@ class Checkpoints:
         RuntimeError if one of them could not write; the checkpoints before it stay.
         """
         partial = self.folder / f"step_{step}.partial"
-        is_first = dist.get_rank() == 0
-        with self._failing_together(step, partial):
-            if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
         with self._failing_together(step, partial):
             dcp.save(parts, checkpoint_id=partial, no_dist=is_single_process())
             torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         with self._failing_together(step, partial):
-            if is_first:
+            if dist.get_rank() == 0:
                 for name, text in texts.items():
                     (partial / name).write_text(text)
                 sync_to_disk(partial)
@@ -258,12 +253,12 @@ def sweep(folder: Path, name: str) -> None:
 
 def sync_to_disk(folder: Path) -> None:
     """Waits until the disk has every file of the folder, and the folder's own list of them."""
-    for path in [*folder.iterdir(), folder]:
-        if path.is_file() or path == folder:
-            descriptor = os.open(path, os.O_RDONLY)
-            with expecting(SYNC_SECONDS):
+    with expecting(SYNC_SECONDS):
+        for path in [*folder.iterdir(), folder]:
+            if path.is_file() or path == folder:
+                descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
-            os.close(descriptor)
+                os.close(descriptor)
 
 
 def _random_states() -> dict[str, Any]:

@@ -6,8 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from safetensors.numpy import save_file
 
 from rl2.config.conditions import count_samplers
 from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
+from rl2.data.rows import hash_sources
 from rl2.error_report import writing
-from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.mesh import all_gather_objects, broadcast_object
 from rl2.parallel.rank import is_first_rank
 from rl2.run.best import Best, start_best
-from rl2.run.changes import RunIdentity, find_ignored_changes
-from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of
+from rl2.run.changes import LENGTH, identify
+from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of, sweep
+from rl2.run.lock import RunLock
 from rl2.run.provenance import (
     describe_commit,
     describe_cpu,
@@ -33,11 +34,21 @@ from rl2.run.provenance import (
     versions,
 )
 from rl2.run.records import MetricsFile, write_object, write_text
-from rl2.run.start import BEST_MODEL, Claim, Start, model_step, read_record
+from rl2.run.start import BEST_MODEL, Start, find_start, read_record, was_restarted_by_torchrun
 from rl2.run.weights_hash import hash_states
 
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
-EVERYTHING = -1  # the step after which all of an earlier run is set aside
+# What a run writes, and a new one in its folder does not go on with. Checkpoints come first: after
+# a kill in between no run resumes from them.
+OF_A_RUN = (
+    "checkpoints",
+    "model",
+    BEST_MODEL,
+    "metrics.jsonl",
+    "rollouts",
+    "tensorboard",
+    "*_id",  # a new run has a new name in the services that show it
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,7 @@ class Rank:
     host: str
     launch: str
     facts: dict[str, str]  # what must be the same on all ranks
-    lock: tuple[Path, str] | None  # of rank 0: the file of its lock, and the text of it
-    start: Start | None  # of rank 0
+    unseen: str  # the folder, where it is not that of rank 0
 
 
 class AllStepsDone(SystemExit):
@@ -58,39 +68,83 @@ class AllStepsDone(SystemExit):
 class RunFolder:
     """The folder of one run, on which all ranks agree. `start` says where the run starts."""
 
-    def __init__(self, config: Any, claim: Claim):
-        """Compares the ranks: they need the same folder, config, data and code.
+    def __init__(self, config: Any):
+        """Takes the folder, finds where the run starts, and compares the ranks.
 
-        All processes must call. ValueError names the ranks that differ from rank 0.
+        All processes must call. ValueError if the folder cannot be written, is damaged, or belongs
+        to another run or experiment; it names ranks that have another folder, config, data or code
+        than rank 0.
         """
         trainer = config.trainer
         self.config = config
         self.path = Path(trainer.save_dir)
         self.checkpoints = Checkpoints(self.path / "checkpoints", trainer.keep_checkpoints)
-        self.identity = claim.identity
-        self.lock = claim.lock  # held as long as this object lives
+        self.identity = identify(config, hash_sources(config.data.train_paths))
         self.is_first = is_first_rank()
-        rank = Rank(
-            host=socket.gethostname(),
-            launch=name_launch(),
-            facts=_list_facts(claim.identity),
-            lock=(claim.lock.path, claim.lock.path.read_text()) if claim.lock else None,
-            start=claim.start,
-        )
-        ranks: list[Rank] = all_gather_objects(rank)
-        self.hosts = list(dict.fromkeys(other.host for other in ranks))
-        # All nodes count, since another one may have the first rank after a restart.
-        self.launches = list(dict.fromkeys(other.launch for other in ranks))
-        gathered = all_gather_objects(_find_differences(rank, ranks[0], self.path))
-        problems = [problem for of_rank in gathered for problem in of_rank]
-        if problems:
-            raise ValueError("\n".join(problems))
-        assert ranks[0].start is not None
-        self.start = ranks[0].start
+        self.lock = RunLock(self.path)
+        self.start = self._take()
+        self.hosts, self.launches = self._compare_ranks()
         self.best = start_best(config, self.start.best)
         if self.best and self.best.step not in (0, self.start.step, self.start.best_model_step):
             # The run returns to an old checkpoint, and a later best one has replaced best_model/.
             self.best = Best(self.best.metric, last_step=self.best.last_step)
+        if self.best and self.best.metric == self.start.best.get("metric") and self.start.tested:
+            # A stop had left the evaluation out of the checkpoint.
+            self.best = self.best.judge(self.start.step, self.start.tested)
+
+    def _take(self) -> Start:
+        """Rank 0 locks the folder and looks for the start. All raise an error if it fails."""
+        start, problem = Start(), ""
+        try:
+            if self.is_first:
+                is_restarted = self.path.is_dir() and was_restarted_by_torchrun(self.path)
+                self._lock(is_restarted)
+                for entry in ("model", BEST_MODEL, "checkpoints/step_"):
+                    sweep(self.path, entry)
+                start = find_start(self.config, self.identity, is_restarted)
+        except (OSError, RuntimeError, ValueError) as error:
+            problem = str(error)
+        start, problem = broadcast_object((start, problem))
+        if problem:
+            raise ValueError(problem)
+        return start
+
+    def _lock(self, is_restarted: bool) -> None:
+        try:
+            self.lock.acquire(is_restarted)
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else str(error)
+            raise ValueError(
+                f"trainer.save_dir={self.path} cannot be written: {reason}; choose another folder"
+            ) from error
+
+    def _compare_ranks(self) -> tuple[list[str], list[str]]:
+        """Returns the hosts, and the launches of torchrun on them. ValueError names differences."""
+        text = broadcast_object(self.lock.text)
+        facts = {f"{key}={value}": "" for key, value in self.identity.config.items()}
+        facts |= {f"the content of {key}": x for key, x in self.identity.contents.items()}
+        facts |= {"the code of rl2": hash_package()} | versions()
+        sees_folder = self.is_first or _sees(self.lock.path, text)
+        unseen = "" if sees_folder else str(self.path.absolute())
+        rank = Rank(socket.gethostname(), name_launch(), facts, unseen)
+        ranks: list[Rank] = all_gather_objects(rank)
+        problems = []
+        for number, other in enumerate(ranks):
+            place = f"rank {number} on {other.host}"
+            if other.unseen:
+                problems.append(
+                    f"{place} does not see {other.unseen} of rank 0 on {ranks[0].host}: all nodes "
+                    "need trainer.save_dir in a folder that they share"
+                )
+                continue
+            for key, value in other.facts.items():
+                if ranks[0].facts.get(key) != value:
+                    problems.append(f"{place} differs from rank 0 on {ranks[0].host} in {key}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        # All nodes count, since another one may have the first rank after a restart.
+        launches = list(dict.fromkeys(other.launch for other in ranks))
+        return list(dict.fromkeys(other.host for other in ranks)), launches
 
     # The length of the run.
 
@@ -112,14 +166,21 @@ class RunFolder:
     def end_if_done(self, num_steps: int) -> None:
         """Ends the program by `AllStepsDone` if all steps are done, and says how to continue.
 
-        ValueError if the config has changed, since the changes would have no effect.
+        ValueError if the config has changed, as in a sweep: the changes would have no effect.
         """
         start = self.start
-        if start.checkpoint is None or start.step < num_steps:
+        if start.checkpoint is None or start.step < num_steps or not start.is_complete:
             return
-        if not start.is_exported or start.owes_test:
-            return
-        self._refuse_changes()
+        ignored = [change for key, change in start.changes.items() if key not in LENGTH]
+        if ignored:
+            listed = "".join(f"\n  - {change}" for change in ignored)
+            raise ValueError(
+                f"{self.path}: all {start.step} steps are done, so these changes would have "
+                f"no effect:{listed}\n"
+                "trainer.experiment_name=NAME trains with them in a folder of its own; "
+                "trainer.resume=off starts over here and sets this run aside; a larger "
+                "trainer.n_epochs or trainer.max_steps continues this run with them"
+            )
         if self.is_first:
             remedy = "raise trainer.n_epochs or trainer.max_steps"
             if start.is_exhausted:
@@ -133,19 +194,6 @@ class RunFolder:
             )
         dist.destroy_process_group()
         raise AllStepsDone(0)
-
-    def _refuse_changes(self) -> None:
-        """ValueError if a finished run was started again with other settings, as in a sweep."""
-        ignored = find_ignored_changes(self.start.changes)
-        if ignored:
-            listed = "".join(f"\n  - {change}" for change in ignored)
-            raise ValueError(
-                f"{self.path}: all {self.start.step} steps are done, so these changes would have "
-                f"no effect:{listed}\n"
-                "trainer.experiment_name=NAME trains with them in a folder of its own; "
-                "trainer.resume=off starts over here and sets this run aside; a larger "
-                "trainer.n_epochs or trainer.max_steps continues this run with them"
-            )
 
     def count_updates(self, name: str, step: int) -> int:
         """Returns how many updates of a worker the steps until `step` are laid out for.
@@ -177,7 +225,11 @@ class RunFolder:
             hashes = record.get("hashes", {})
             self.checkpoints.load(checkpoint, kept, record["world_size"], hashes)
         if self.is_first:
-            self._set_aside(self.start.step if self.start.is_own else EVERYTHING)
+            if self.start.is_own:
+                self._set_aside_later_steps()
+            else:
+                entries = [entry for name in OF_A_RUN for entry in sorted(self.path.glob(name))]
+                self._set_aside(entries, [], "the earlier run")
             self._write_run_files(num_steps)
             if checkpoint:
                 done = f"{self.start.step} of {num_steps} steps are done"
@@ -215,60 +267,43 @@ class RunFolder:
         identity = {"trainer": self.identity.trainer, "contents": self.identity.contents}
         return {"identity": identity, "date": self.start.date}
 
-    def _set_aside(self, step: int) -> None:
-        """Moves what an earlier run made after `step` to branches/N. Nothing is deleted.
-
-        Each entry is renamed for itself, so the folder may be a mount point. Checkpoints go first:
-        after a kill in between, a run resumes from one that is still there.
-        """
-        later = self._entries_after(step)
-        metrics = MetricsFile(self.path)
-        lines = [] if step == EVERYTHING else metrics.read()
-        later_lines = [line for line in lines if line["step"] > step]
-        if later or later_lines:
-            branch = self._new_branch()
-            for source in later:
-                target = branch / source.relative_to(self.path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(source, target)
-            if later_lines:
-                MetricsFile(branch).replace(later_lines)
-            entries = "the earlier run" if step == EVERYTHING else f"what came after step {step}"
-            print(f"{entries} is now in {branch}")
-        if metrics.path.exists():
-            metrics.replace([line for line in lines if line["step"] <= step])
-
-    def _entries_after(self, step: int) -> list[Path]:
-        """Returns checkpoints, the newest first, the model and transcripts of later steps."""
+    def _set_aside_later_steps(self) -> None:
+        """Sets aside the checkpoints, the newest first, model, transcripts and lines."""
+        step = self.start.step
         steps = self.checkpoints.steps()
         entries = [self.checkpoints.path(later) for later in reversed(steps) if later > step]
-        if model_step(self.path) > step:
+        if self.start.model_step > step:
             entries.append(self.path / "model")
-        is_later = step == EVERYTHING or self.start.best_model_step > step
-        if is_later and (self.path / BEST_MODEL).exists():
+        if self.start.best_model_step > step:
             entries.append(self.path / BEST_MODEL)
-        if step == EVERYTHING:  # a new run has a new name in the services that show it
-            entries += [*self.path.glob("*_id"), *self.path.glob("tensorboard")]
-            metrics = self.path / "metrics.jsonl"
-            if metrics.exists() and metrics.stat().st_size > 0:
-                entries.append(metrics)
         transcripts = self.path.glob("rollouts/*/step_*")
-        return entries + [path for path in transcripts if step_of(path) > step]
+        entries += [path for path in transcripts if step_of(path) > step]
+        metrics = MetricsFile(self.path)
+        lines = metrics.read()
+        later_lines = [line for line in lines if line["step"] > step]
+        self._set_aside(entries, later_lines, f"what came after step {step}")
+        metrics.replace([line for line in lines if line["step"] <= step])
 
-    def _new_branch(self) -> Path:
-        """Makes a folder branches/N, with copies of the files that say what the run was."""
+    def _set_aside(self, entries: list[Path], lines: list[dict[str, Any]], what: str) -> None:
+        """Moves the entries to a new folder branches/N, which gets these lines of metrics.jsonl.
+
+        Nothing is deleted. Each entry is renamed for itself: the folder may be a mount point.
+        """
+        if not entries and not lines:
+            return
         numbers = [int(path.name) for path in self.path.glob("branches/*") if path.name.isdigit()]
         branch = self.path / "branches" / str(max(numbers, default=0) + 1)
         branch.mkdir(parents=True)
-        for name in ("config.yaml", "run.json"):
+        for name in ("config.yaml", "run.json"):  # what the run was
             if (self.path / name).exists():
                 shutil.copy2(self.path / name, branch / name)
-        return branch
-
-    def begin(self) -> None:
-        """Keeps the folder however the run ends, since its first step begins."""
-        if self.lock:
-            self.lock.has_begun = True
+        for source in entries:
+            target = branch / source.relative_to(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(source, target)
+        if lines:
+            MetricsFile(branch).replace(lines)
+        print(f"{what} is now in {branch}")
 
     # The best evaluation.
 
@@ -282,32 +317,17 @@ class RunFolder:
     def best_step(self) -> int:
         return self.best.step if self.best else NO_STEP
 
-    @contextmanager
-    def exporting_best(self) -> Iterator[str]:
-        """Yields the folder to write the model of the best step to. It becomes best_model/."""
-        assert self.best is not None
-        partial = self.path / f"{BEST_MODEL}.partial"
-        yield str(partial)
-        if self.is_first:
-            put_in_place(partial, self.path / BEST_MODEL)
-            best = {name: getattr(self.best, name) for name in ("step", "metric", "value")}
-            write_object(self.path / "run.json", read_record(self.path) | {"best": best})
-
     # Writing.
 
-    def save(self, step: int, parts: Parts, num_steps: int, owes_test: bool = False) -> None:
-        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes must call.
-
-        `owes_test`: the evaluation of this step was left out; the launch that resumes does it.
-        """
+    def save(self, step: int, parts: Parts, num_steps: int) -> None:
+        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call."""
         counter: Any = parts["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
             "num_steps": num_steps,
-            "owes_test": owes_test,
-            "metrics": MetricsFile(self.path).last() if self.is_first else {},
             "best": asdict(self.best) if self.best else None,
+            "metrics": MetricsFile(self.path).last() if self.is_first else {},
             "is_exhausted": counter.is_exhausted,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
@@ -316,27 +336,22 @@ class RunFolder:
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
         self.checkpoints.save(step, parts, texts)
-        if owes_test and self.is_first:
-            print(f"the evaluation of step {step} is left out; the same command does it first")
 
     def prune(self, proven_step: float) -> None:
         """Deletes old checkpoints, as `Checkpoints.prune` does, on the first process."""
         if self.is_first:
             self.checkpoints.prune(proven_step, self.best_step)
 
-    @contextmanager
-    def exporting(self, step: int, is_complete: bool) -> Iterator[str]:
-        """Yields the folder to write the final model to. It becomes model/ after that.
+    def export(self, name: str, write: Callable[[str], None], **record: Any) -> None:
+        """Lets `write(FOLDER)` write a model, which becomes the folder `name`. All processes call.
 
-        `is_complete`: `step` is the last step of the run, and no signal has cut it short.
+        `record` is what run.json says of it.
         """
-        partial = self.path / "model.partial"
-        yield str(partial)
+        partial = self.path / f"{name}.partial"
+        write(str(partial))
         if self.is_first:
-            put_in_place(partial, self.path / "model")
-            ending = {"model_step": step, "is_complete": is_complete}
-            write_object(self.path / "run.json", read_record(self.path) | ending)
-            print(f"model saved to {self.path / 'model'}")
+            put_in_place(partial, self.path / name)
+            write_object(self.path / "run.json", read_record(self.path) | record)
 
     def write_records(
         self,
@@ -360,27 +375,6 @@ class RunFolder:
                 partial = path.with_suffix(".partial")
                 save_file(tokens, partial)
                 partial.rename(path.with_suffix(".safetensors"))
-
-
-def _list_facts(identity: RunIdentity) -> dict[str, str]:
-    """Returns what must be the same on all ranks, in words."""
-    facts = {f"{key}={value}": "" for key, value in identity.config.items()}
-    facts |= {f"the content of {key}": text for key, text in identity.contents.items()}
-    facts["the code of rl2"] = hash_package()
-    return facts | versions()
-
-
-def _find_differences(rank: Rank, first: Rank, path: Path) -> list[str]:
-    """Returns the differences between this process and rank 0, in words."""
-    place = f"rank {dist.get_rank()} on {rank.host}"
-    assert first.lock is not None
-    if not _sees(*first.lock):
-        return [
-            f"{place} does not see {path.absolute()} of rank 0 on {first.host}: all nodes need "
-            "trainer.save_dir in a folder that they share"
-        ]
-    differing = [key for key, value in rank.facts.items() if first.facts.get(key) != value]
-    return [f"{place} differs from rank 0 on {first.host} in {key}" for key in differing]
 
 
 def _sees(path: Path, text: str) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from rl2.config.engines import VLLM_PACKAGES
-from rl2.run.lock import process_start
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -62,14 +61,6 @@ def hash_package() -> str:
 def name_launch() -> str:
     """Names this launch of torchrun on this node, the same after restarts; "" without torchrun.
 
-    TORCHELASTIC_RUN_ID is "none" in every launch without --standalone and --rdzv_id. But torchrun
-    makes a folder for the logs of a launch, .../torchelastic_x/none_y, with one folder an attempt.
+    torchrun makes a folder for the logs of a launch, with one for each attempt in it.
     """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    logs, attempt, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
-    if attempt:
-        return logs
-    if not run_id:
-        return ""
-    agent = os.getppid()  # torchrun itself, which keeps no logs
-    return f"{run_id}, process {agent} since {process_start(agent)}"
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0]

@@ -131,6 +131,14 @@ class MetricsFile:
         if missing:
             print(f"{self.path} has no line for steps {', '.join(map(str, sorted(missing)))}")
 
+    def read_tests(self, step: int) -> dict[str, float]:
+        """Returns what the evaluation of the step has measured; {} if it has none."""
+        tests = {}
+        for line in self.read():
+            if line["step"] == step:
+                tests = {name: value for name, value in line.items() if name.startswith("test/")}
+        return {name: math.nan if value is None else value for name, value in tests.items()}
+
     def replace(self, lines: list[Line]) -> None:
         """Writes these lines in place of all others."""
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))

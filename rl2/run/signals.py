@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +23,6 @@ from rl2.error_report import report_error, report_to_torchrun
 from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
 from rl2.parallel.rank import is_first_of_node, is_first_rank
-from rl2.run.lock import release_at_once
 from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent
@@ -35,11 +34,9 @@ LOST_CONNECTION = ("by peer", "Pair is not connected")
 # Of Linux: the signal that a process gets when the thread that forked it ends.
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NAMES = {signal.SIGINT: "Ctrl-C"}  # of those that people know by another one
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
 SECONDS_OF_ONE_REQUEST = 1.0
-_is_ending = threading.RLock()
 
 
 class StopSignal:
@@ -57,12 +54,13 @@ class StopSignal:
         self.step_seconds: float | None = None  # of the last step; None: none has ended
 
     def listen(self) -> None:
-        """Handles the signals from here on. Until then they end the run at once."""
+        """Handles the signals from here on. Until then they do what they did before the run."""
         if _borrowed is not None:
             _borrowed.stop_signal = self
             return
-        signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
-        _handle_unless_ignored(self._handle)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.handle)
 
     def begin_step(self) -> None:
         """Notes that a step begins, and that the one before it has ended."""
@@ -71,24 +69,8 @@ class StopSignal:
             self.step_seconds = now - self.step_began_at
         self.step_began_at = now
 
-    def describe(self) -> str:
-        """Returns what happens after a request, and how long it may take."""
-        text = "stopping: this step will be finished and saved"
-        if self.step_began_at is None:
-            return f"{text}."
-        last = "the first step has not ended yet"
-        if self.step_seconds is not None:
-            last = f"the last step took {self.step_seconds:.0f} s"
-        return f"{text}; it has run for {time.monotonic() - self.step_began_at:.0f} s, and {last}."
-
-    def describe_loss(self) -> str:
-        """Returns where the run goes on if it ends without a checkpoint of this step."""
-        newest = self.newest_checkpoint()
-        if newest is None:
-            return "there is no checkpoint: the same command starts over at step 0"
-        return f"the same command resumes from {newest}"
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal: the first one asks for a stop, the second one ends the process."""
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
             os._exit(128 + number)
         if self.requested_at is None:
@@ -96,9 +78,9 @@ class StopSignal:
             limit = "A second signal ends the run at once"
             if _is_under_torchrun():  # which forwards the signals
                 limit += ", and torchrun kills it 30 s after the last one"
-            _print_once_a_node(f"{self.describe()} {limit}; then {self.describe_loss()}.")
+            _print_once_a_node(f"{self._describe()} {limit}; then {self._describe_loss()}.")
         elif self.is_repeated():
-            _print_once_a_node(f"ended at once; {self.describe_loss()}.")
+            _print_once_a_node(f"ended at once; {self._describe_loss()}.")
             os._exit(128 + number)
 
     def request(self) -> None:
@@ -114,21 +96,37 @@ class StopSignal:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, self.device)
 
+    def _describe(self) -> str:
+        """What happens after a request, and how long it may take."""
+        text = "stopping: this step will be finished and saved"
+        if self.step_began_at is None:
+            return f"{text}."
+        last = "the first step has not ended yet"
+        if self.step_seconds is not None:
+            last = f"the last step took {self.step_seconds:.0f} s"
+        return f"{text}; it has run for {time.monotonic() - self.step_began_at:.0f} s, and {last}."
+
+    def _describe_loss(self) -> str:
+        """Where the run goes on if it ends without a checkpoint of this step."""
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return "there is no checkpoint: the same command starts over at step 0"
+        return f"the same command resumes from {newest}"
+
 
 class BorrowedSignals:
     """Ctrl-C, SIGTERM and SIGHUP while a run is in a process that goes on, such as a notebook.
 
     A context manager. Inside, the first signal stops a run that listens after its step. Before
-    there is one, and the second time, Ctrl-C raises KeyboardInterrupt in the main thread, and
-    the others do what they did before. Afterwards the signals have their earlier handlers. Signals
-    that were ignored stay so, and on another thread than the main one, all signals stay as they
-    are: Python lets no other thread handle them.
+    there is one, and the second time, a signal does what it did before, as KeyboardInterrupt in the
+    main thread. Afterwards the signals have their earlier handlers. Signals that were ignored stay
+    so, and on another thread than the main one, all signals stay as they are: Python lets no other
+    thread handle them.
     """
 
     def __init__(self) -> None:
         self.stop_signal: StopSignal | None = None  # of a run that listens
         self.earlier: dict[int, Any] = {}  # the handlers by signal
-        self.process_id = os.getpid()
 
     def __enter__(self) -> None:
         global _borrowed
@@ -148,16 +146,9 @@ class BorrowedSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process_id:  # an environment's child process, as in StopSignal
-            os._exit(128 + number)
-        stop = self.stop_signal
-        if stop is not None and stop.requested_at is None:
-            stop.request()
-            with suppress(RuntimeError):  # the main thread was writing there
-                print(f"{stop.describe()} Ctrl-C ends the run at once", file=sys.stderr)
-        elif stop is None or stop.is_repeated():
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
+        if self.stop_signal is not None and not self.stop_signal.is_repeated():
+            self.stop_signal.handle(number, frame)
+        else:
             signal.signal(number, self.earlier[number])
             signal.raise_signal(number)
 
@@ -182,52 +173,21 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def end_on_signals() -> None:
-    """Before the loop the signals end the process at once: there is nothing to save.
-
-    Python runs a handler only between two of its own instructions, and a rank may wait for another
-    one in a C function. So a thread reads which signals have come.
-    """
-    reading_end, writing_end = os.pipe()
-    os.set_blocking(writing_end, False)
-    signal.set_wakeup_fd(writing_end)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the child's own signals
-    _handle_unless_ignored(_end)
-    threading.Thread(target=_read_signals, args=(reading_end,), daemon=True).start()
-
-
-def _handle_unless_ignored(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handles the stop signals. SIGHUP stays ignored if it is, as `nohup` asks for."""
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def _read_signals(reading_end: int) -> None:
-    while True:
-        number = os.read(reading_end, 1)[0]
-        if number in STOP_SIGNALS:
-            _end(number)
-
-
-def _end(number: int, frame: FrameType | None = None) -> None:
-    _is_ending.acquire()  # and never released: the handler and the thread both come here
-    name = NAMES.get(signal.Signals(number), signal.Signals(number).name)
-    _print_once_a_node(f"ended by {name} before the first step of this launch; nothing to save.")
-    release_at_once()
-    os._exit(128 + number)
-
-
 def _print_once_a_node(text: str) -> None:
-    """Prints from a signal handler, where Python's own files may be in use."""
+    """Prints from a signal handler, which may have interrupted a print."""
     if is_first_of_node():
-        with suppress(OSError):  # nobody reads it any more
+        try:
+            print(f"\n{text}", file=sys.stderr, flush=True)
+        except RuntimeError:
             os.write(STDERR, f"\n{text}\n".encode())
 
 
 @contextmanager
 def guard(watchdog_seconds: float) -> Iterator[None]:
-    """What every main runs in: signals and errors end it with one message, and a watchdog.
+    """What every main runs in: errors end it with one message, and a watchdog.
+
+    Until the run listens to signals they end the process at once: there is nothing to save, and a
+    rank may wait for another one in a C function, where no handler of Python runs.
 
     `watchdog_seconds` is the limit of the watchdog; 0 = none. A crash in native code, which raises
     no error, prints the Python stacks of its process. What is printed is written line by line from
@@ -236,23 +196,23 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     outlive_readers(is_told=is_first_of_node())
     faulthandler.enable(STDERR)
     end_with_launcher()
-    end_on_signals()
-    with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with Watchdog(watchdog_seconds), user_errors():
         yield
 
 
 @contextmanager
-def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Shows an error that a user can fix as one message, and ends the process with status 1.
 
     These are errors that a `raise` statement of rl2 raises, and files and hubs that are out of
     reach. Any other error keeps its traceback, such as that of an operator of torch: its cause is a
-    line of code. The watchdog knows which rank was lost.
+    line of code.
     """
     try:
         yield
     except Exception as error:
-        message = _user_message(error, watchdog)
+        message = _user_message(error)
         if message is None:
             report_to_torchrun(f"{type(error).__name__}: {error} ({_place(error)})")
             raise
@@ -267,13 +227,12 @@ def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
         sys.exit(1)
 
 
-def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
+def _user_message(error: Exception) -> str | None:
     """What to print of the error; None if its traceback is needed."""
     if _is_lost_connection(error):
-        lost = watchdog.lost_ranks() if watchdog else []
         return (
-            f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "
-            "killed, perhaps for its memory. The same command resumes from the last checkpoint."
+            "another process ended, which torchrun names below; if it printed nothing above, it "
+            "was killed, perhaps for its memory. The same command resumes from the last checkpoint."
         )
     if isinstance(error, ValueError | RuntimeError | OSError) and _is_raised_by_rl2(error):
         return str(error)

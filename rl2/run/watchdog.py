@@ -1,12 +1,10 @@
 """Says when no rank makes progress, which rank is silent, and where each one is.
 
-A thread on each rank compares the marks of rl2/progress.py, and tells the other ranks through the
+A thread on each rank reads the marks of rl2/progress.py, and tells the other ranks through the
 process group's store. It uses no collective, so it works while the main thread is blocked in one.
-It prints, and ends the process if torchrun, which keeps the store, is gone.
 """
 
 import faulthandler
-import json
 import os
 import socket
 import sys
@@ -14,7 +12,6 @@ import sysconfig
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -27,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from rl2 import progress
 
 LONGEST_INTERVAL_SECONDS = 0.5  # between two signs of a rank
-INTERVALS_WITHOUT_LIFE = 4  # after this many without a new sign, a rank gives no sign of life
+INTERVALS_WITHOUT_LIFE = 4  # a rank that gives no new sign in so many gives no sign of life
 STDERR = 2  # its file descriptor
 STORE_TIMEOUT = timedelta(seconds=10)
 # Who reads or writes that many bytes makes progress: models are read, and checkpoints written, by
@@ -35,22 +32,6 @@ STORE_TIMEOUT = timedelta(seconds=10)
 IO_BYTES = 8 * 2**20
 # One line says where a rank is: at its innermost frame outside of these folders.
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
-
-
-@dataclass
-class Sign:
-    """What a rank tells the others. It is alive as long as `number` grows."""
-
-    number: int
-    state: str  # its phase, and the place of its main thread
-    process: str  # its host and process id
-    silent_seconds: float  # since its last progress, when the sign was given
-    # When the sign was first seen, by the clock of the process that has read it.
-    seen_at: float = field(default=0.0, compare=False)
-
-    def silent_at(self, now: float) -> float:
-        """Seconds since its last progress."""
-        return self.silent_seconds + now - self.seen_at
 
 
 class Watchdog:
@@ -68,10 +49,11 @@ class Watchdog:
         self.process = f"(host {socket.gethostname()}, pid {os.getpid()})"
         self.store: Any = None  # a client of this thread's own
         self.num_signs = 0
+        self.seen: dict[int, tuple[str, float]] = {}  # by rank: its newest sign, when it was new
         self.newest_work = (0, 0)
+        self.num_moves = 0  # intervals in which a rank made progress, summed over the ranks
         self.looked_at = self.progress_at = time.monotonic()
-        self.alarm_after = limit  # silent seconds
-        self.seen: dict[int, Sign] = {}  # the newest one by rank
+        self.alarm_after = limit  # seconds without progress
         self.is_ended = threading.Event()
         self.watched = threading.get_ident()  # the thread that trains, usually the main one
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -87,26 +69,6 @@ class Watchdog:
             self.thread.join(STORE_TIMEOUT.total_seconds())
             faulthandler.cancel_dump_traceback_later()
 
-    def lost_ranks(self) -> list[str]:
-        """The ranks that give no sign of life, by name, where one or more of the others ended.
-
-        Takes a few intervals, or fewer if all but one have given a sign.
-        """
-        if self.store is None:
-            return []
-        try:
-            store = self.store.clone()
-            before = _read_signs(store, self.world_size)
-            for _ in range(INTERVALS_WITHOUT_LIFE):
-                time.sleep(self.interval)
-                after = _read_signs(store, self.world_size)
-                lost = [rank for rank in after if after[rank] == before.get(rank)]
-                if len(lost) == 1 and lost != [self.rank]:
-                    break
-        except (dist.DistError, RuntimeError):
-            return ["the machine that keeps torchrun's store"]
-        return [f"rank {rank} {after[rank].process}" for rank in lost]
-
     def _run(self) -> None:
         while True:
             # This thread cannot run while a C function keeps Python's lock. Then faulthandler
@@ -114,112 +76,93 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.limit, file=STDERR)
             try:
                 self._look(time.monotonic())
-            except (dist.DistError, RuntimeError) as error:
+            except (dist.DistError, RuntimeError):  # the store went with torchrun or rank 0
                 faulthandler.cancel_dump_traceback_later()
-                if self.is_ended.is_set() or not _has_launchers_store():
-                    return  # the store of rank 0 goes with it, also at the end of a run
-                text = f"watchdog: torchrun is gone, so this process ends: {error}"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(1)
+                return
             if self.is_ended.wait(self.interval):
                 return
 
     def _look(self, now: float) -> None:
         """Gives a sign to the other ranks, and prints if no rank has made progress."""
-        self._notice_progress(now)
-        silent = now - self.progress_at
+        work = (progress.num_marks, _io_bytes() // IO_BYTES)
+        was_stopped = now - self.looked_at > self.limit / 2
+        has_moved = work != self.newest_work or progress.is_expecting() or was_stopped
+        self.newest_work, self.looked_at = work, now
         frame = sys._current_frames()[self.watched]
         self.num_signs += 1
-        state = f"in phase {progress.phase} at {_place(frame)}"
-        self.seen[self.rank] = Sign(self.num_signs, state, self.process, silent, now)
+        num_moves = self.num_moves + has_moved
         if self.world_size > 1:
             self.store = self.store or _connect()
             if self.store is None:  # until there is one, a rank may rightly wait for a slow one
+                self.progress_at = now
                 return
-            self.store.set(str(self.rank), json.dumps(asdict(self.seen[self.rank])))
-        if silent < self.limit / 2:
-            return
-        for rank, sign in _read_signs(self.store, self.world_size).items():
-            if sign != self.seen.get(rank):
-                sign.seen_at = now
-                self.seen[rank] = sign
-        if min(sign.silent_at(now) for sign in self.seen.values()) >= self.alarm_after:
-            self.alarm_after *= 2
-            stack = "".join(traceback.format_stack(frame))
-            name = f"rank {self.rank} {self.process}"
-            where = f"{name} is in phase {progress.phase}; its main thread:"
-            print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr)
-
-    def _notice_progress(self, now: float) -> None:
-        """Sets `progress_at`, the time when this process was last seen to make progress."""
-        work = (progress.num_marks, _io_bytes() // IO_BYTES)
-        was_stopped = now - self.looked_at > self.limit / 2
-        if work != self.newest_work or progress.is_expecting() or was_stopped:
-            if self.alarm_after > self.limit:
-                silent = now - self.progress_at
-                print(f"watchdog: rank {self.rank} moves again after {silent:.0f} s")
-            self.progress_at = now
-            self.alarm_after = self.limit
-            self.seen.clear()
-        self.newest_work = work
-        self.looked_at = now
-
-    def _summary(self, now: float) -> str:
-        """What each rank last did, on the first rank that is alive."""
+            state = f"in phase {progress.phase} at {_place(frame)}"
+            self.store.set(str(self.rank), f"{self.num_signs}|{state}|{self.process}")
+            num_moves = self.store.add("moves", int(has_moved))
         silent = now - self.progress_at
-        lines = [f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})"]
-        states: dict[str, list[str]] = {}  # in words -> the ranks
-        is_first_alive = self.world_size > 1
+        if self.world_size > 1 and silent >= self.limit / 2:
+            self._note_signs(now)
+        if num_moves != self.num_moves:
+            if self.alarm_after > self.limit and self.rank == 0:
+                print(f"watchdog: the run moves again after {silent:.0f} s")
+            self.num_moves, self.progress_at, self.alarm_after = num_moves, now, self.limit
+            self.seen.clear()
+        elif silent >= self.alarm_after:
+            self.alarm_after *= 2
+            lines = [f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})"]
+            lines += self._describe_ranks(now)
+            lines.append(
+                f"rank {self.rank} {self.process} is in phase {progress.phase}; its main thread:"
+            )
+            print("\n".join([*lines, *traceback.format_stack(frame)]), file=sys.stderr)
+
+    def _describe_ranks(self, now: float) -> list[str]:
+        """A line for each state that ranks are in, on the first rank that is alive."""
+        if self.world_size == 1:
+            return []
+        ranks_by_state: dict[str, list[str]] = {}
+        alive = []
         for rank in range(self.world_size):
-            sign = self.seen.get(rank)
-            if sign is None:
-                state = ": no sign yet"
-            elif now - sign.seen_at <= INTERVALS_WITHOUT_LIFE * self.interval:
-                state = f": alive, {sign.state}"
-                is_first_alive = is_first_alive and rank >= self.rank
-            else:
+            sign, seen_at = self.seen.get(rank, ("", now))
+            _, place, process = sign.split("|") if sign else ("", "", "")
+            state = f": alive, {place}" if sign else ": no sign yet"
+            if now - seen_at > INTERVALS_WITHOUT_LIFE * self.interval:
                 state = (
-                    f" {sign.process} gives no sign of life; its last progress was "
-                    f"{sign.silent_at(now):.0f} s ago {sign.state}. It is stopped, lost, or in a C "
-                    "function that keeps Python's lock (in an env file: use "
+                    f" {process} gives no sign of life; it was last {place}. It is stopped, lost, "
+                    "or in a C function that keeps Python's lock (in an env file: use "
                     "rollout.env_isolation=process)."
                 )
-            states.setdefault(state, []).append(str(rank))
-        if is_first_alive:
-            for state, ranks in states.items():
-                plural = "s" if len(ranks) > 1 else ""
-                lines.append(f"  rank{plural} {', '.join(ranks)}{state}")
-        return "\n".join(lines)
+            elif sign:
+                alive.append(rank)
+            ranks_by_state.setdefault(state, []).append(str(rank))
+        if self.rank != min(alive, default=0):
+            return []
+        return [
+            f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}{state}"
+            for state, ranks in ranks_by_state.items()
+        ]
 
-
-def _has_launchers_store() -> bool:
-    """Returns whether the ranks' store is in torchrun, so that it outlives every rank."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    def _note_signs(self, now: float) -> None:
+        """Notes the newest sign of each rank that has given one."""
+        ranks = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
+        values = self.store.multi_get([str(rank) for rank in ranks])
+        for rank, value in zip(ranks, values, strict=True):
+            sign = value.decode()
+            if sign != self.seen.get(rank, ("", 0.0))[0]:
+                self.seen[rank] = (sign, now)
 
 
 def _connect() -> dist.Store | None:
     """A client of the ranks' store for the watchdog's thread. None: there is no store yet."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun's store is there before the process group.
-    if _has_launchers_store():
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store: Any = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
-    elif dist.is_initialized():
-        default: Any = _get_default_store()
-        store = default.clone()
-        store.set_timeout(STORE_TIMEOUT)
-    else:
+    if not dist.is_initialized():
         return None
+    store: Any = _get_default_store()
+    while isinstance(store, dist.PrefixStore):  # of two worlds, each has a prefix of its own
+        store = store.underlying_store
+    store = store.clone()
+    store.set_timeout(STORE_TIMEOUT)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"rl2/watchdog/{attempt}", store)
-
-
-def _read_signs(store: Any, world_size: int) -> dict[int, Sign]:
-    """The newest sign of each rank that has given one; a lone process has no store."""
-    if store is None:
-        return {}
-    ranks = [rank for rank in range(world_size) if store.check([str(rank)])]
-    values = store.multi_get([str(rank) for rank in ranks])
-    return {rank: Sign(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
 
 def _place(frame: FrameType) -> str:

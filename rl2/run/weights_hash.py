@@ -116,14 +116,7 @@ def _sum_shard(parameter: Any) -> Tensor:
 def _sum_rows(rows: Tensor, numbers: Tensor) -> Tensor:
     """[R, C] and [C] -> [R]: the sums over the columns of word times number."""
     num_rows = max(1, WORDS_AT_A_TIME.get(rows.device.type, 2**22) // max(1, rows.shape[1]))
-    products = torch.empty(
-        (min(num_rows, len(rows)), rows.shape[1]), dtype=torch.int64, device=rows.device
-    )
-    sums = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-    for part, part_sums in zip(rows.split(num_rows), sums.split(num_rows), strict=True):
-        part_products = products[: len(part)].copy_(part).mul_(numbers)
-        torch.sum(part_products, -1, out=part_sums)
-    return sums
+    return torch.cat([(part.long() * numbers).sum(-1) for part in rows.split(num_rows)])
 
 
 @cache

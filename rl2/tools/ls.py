@@ -18,7 +18,7 @@ from rl2.run.records import DamagedFile, read_object
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 # What became of a run that has not ended with the model of its last step.
-ENDINGS = {Holding.RELEASED: "failed", Holding.ABANDONED: "killed"}
+ENDINGS: dict[Holding, str] = {"released": "failed", "abandoned": "killed"}
 
 
 @dataclass
@@ -71,7 +71,7 @@ def find_runs(top: Path) -> Iterator[Path]:
 
     for path, folders, files in os.walk(top, onerror=note, followlinks=True):
         real = os.path.realpath(path)
-        has_lock = "lock" in folders and any(Path(path, "lock").glob("[0-9]*.json"))
+        has_lock = "lock" in folders and any(Path(path, "lock").glob("*.json"))
         is_run = has_lock or "run.json" in files or "metrics.jsonl" in files
         if is_run and real not in seen:
             yield Path(path)
@@ -102,7 +102,7 @@ def summarise(folder: Path) -> Summary:
         return run
     if num_broken:
         run.problems.append(f"metrics.jsonl has {num_broken} broken lines")
-    if not config and not record and holding is Holding.NEVER:
+    if not config and not record and holding == "never":
         run.problems.append("this is no run of rl2, or its config.yaml and run.json are lost")
     run.state = find_state(run, record, holding, is_evaluation)
     return run
@@ -144,7 +144,7 @@ def show(value: float | None) -> str:
 
 def find_state(run: Summary, record: Record, holding: Holding, is_evaluation: bool) -> str:
     """Returns what became of a run with this run.json and lock."""
-    if holding is Holding.HELD:
+    if holding == "held":
         return "running"
     has_model = (run.folder / "model").is_dir() and record.get("model_step") == run.step
     if run.step is not None and (has_model or is_evaluation):

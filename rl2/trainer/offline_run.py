@@ -16,7 +16,6 @@ from rl2.parallel.mesh import init_distributed
 from rl2.report.health import with_names
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
-from rl2.run.start import claim_folder
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
     check_layers,
@@ -61,9 +60,8 @@ class OfflineRun:
         self.measure = measure
         self.reference: Worker | Reference | None = None  # `train` of DPO loads it
         [self.worker_name] = worker_names(config)
-        claim = claim_folder(config)
         device = init_distributed()
-        folder = RunFolder(config, claim)
+        folder = RunFolder(config)
         is_critic = self.worker_name == "critic"
         key = f"{self.worker_name}.model_name"
         model_name = getattr(config, self.worker_name).model_name

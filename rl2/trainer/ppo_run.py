@@ -53,7 +53,6 @@ from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.signals import StopSignal
-from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
@@ -96,7 +95,8 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     `functions` are the environment, in the place of rollout.env_path. The last `num_samplers`
     processes of the job get a world of their own.
     """
-    claim = claim_folder(config)
+    device = init_distributed()
+    folder = RunFolder(config)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
     if needs_critic(config.adv.estimator) and config.critic.model_name:
         check_model("critic.model_name", config.critic.model_name, critic=True)
@@ -104,8 +104,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
         check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
     check_layers(config)
     rows, envs = read_ppo_inputs(config, functions)
-    device = init_distributed()
-    folder = RunFolder(config, claim)
     link = split_world(num_samplers) if num_samplers else None
     is_training = not config.trainer.eval_only and not (link and link.is_sampler)
     template = make_chat_template(config.data, tokenizer, folder.start.date)

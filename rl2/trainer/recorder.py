@@ -1,12 +1,13 @@
-"""When to log, evaluate, save, export and stop.
+"""What happens at the end of a step: a line of metrics, and what watches the steps.
 
 All processes make the same calls; the first one writes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,13 @@ from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
 
 Evaluate = Callable[[int], Metrics]  # step -> metrics of the test data
+
+
+class Watcher(NamedTuple):
+    """What follows some steps, after their line of metrics. All processes ask and run it."""
+
+    due: Callable[[int], bool]
+    run: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -79,27 +87,29 @@ class Recorder:
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
         self.stop_signal = StopSignal(device, self._newest_checkpoint)
+        self.is_stopping = False  # after this step, as a signal asks
+        self.lacks_test = False  # this step, which the launch that resumes makes up for
+        self.watchers = [
+            Watcher(self._is_checkpoint_due, self._save),
+            Watcher(self._is_best, self._export_best),
+        ]
+        for worker in workers.values():
+            due = partial(self._is_export_due, worker)
+            self.watchers.append(Watcher(due, partial(self._export, worker)))
 
     def begin(self) -> None:
         """Evaluates before the first step, or what a stopped run left out at the resumed step.
 
         From here on a signal lets the current step finish.
         """
-        if self.start_step == 0 and self._is_test_due(0):
-            metrics = self._evaluate(0)
-            self._judge(0, metrics)  # no candidate, but a metric that is not there is found
-            self.metrics_log.write(0, metrics)
-        elif self.folder.start.owes_test and self.evaluate is not None:
-            metrics = self._evaluate(self.start_step)
-            if self.folder.best is not None:
-                # Before the line is complete: a kill in between repeats the evaluation, which then
-                # changes nothing.
-                self._judge(self.start_step, metrics)
-                self._save(self.start_step, owes_test=True)
-            self.metrics_log.complete(self.start_step, metrics)
-        if self._lacks_best_model(self.start_step):  # a kill came between checkpoint and export
-            self._export_best()
-        self.folder.begin()
+        step, start = self.start_step, self.folder.start
+        if self._is_test_due(step) and (step == 0 or (start.is_own and not start.tested)):
+            tests = self._evaluate(step)
+            self._judge(step, tests)  # 0 is no candidate, but a metric that is not there is found
+            log = self.metrics_log.write if step == 0 else self.metrics_log.complete
+            log(step, tests)
+        if self._is_best(step) and start.best_model_step != step:
+            self._export_best(step)  # it was left out, or a kill came before it
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
@@ -131,13 +141,15 @@ class Recorder:
         data: Any = self.parts["data"]
         if data.is_exhausted:
             self.num_steps = step
-        is_stopping = self.stop_signal.is_requested_anywhere()
-        owes_test = is_stopping and self._is_test_due(step)
-        if not is_stopping and self._is_test_due(step):
-            evaluated = self._evaluate(step)
-            metrics = metrics | evaluated
-            self._judge(step, evaluated)
-            is_stopping = self.stop_signal.is_requested_anywhere()
+        self.is_stopping = self.stop_signal.is_requested_anywhere()
+        self.lacks_test = self.is_stopping and self._is_test_due(step)
+        if self.lacks_test and is_first_rank():
+            print(f"the evaluation of step {step} is left out; the same command does it first")
+        if self._is_test_due(step) and not self.is_stopping:
+            tests = self._evaluate(step)
+            metrics = metrics | tests
+            self._judge(step, tests)
+            self.is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
         if records is not None:
             self.folder.write_records("train", step, records, tokens)
@@ -145,49 +157,51 @@ class Recorder:
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
         with self.phase("save"):
-            self._save_if_due(step, is_stopping, owes_test)
+            self.folder.prune(self.health.proven_step)
+            for watcher in self.watchers:
+                if watcher.due(step):
+                    watcher.run(step)
         self.last_step = step
-        return is_stopping
+        return self.is_stopping
 
-    def _save_if_due(self, step: int, is_stopping: bool, owes_test: bool) -> None:
-        """Saves a checkpoint and exports the models where that is due. All processes must call.
-
-        `owes_test`: the evaluation of this step is left to the launch that resumes it.
-        """
+    def _is_checkpoint_due(self, step: int) -> bool:
         save_freq = self.config.trainer.save_freq
-        is_last = step == self.num_steps
-        is_best = step == self.folder.best_step
-        self.folder.prune(self.health.proven_step)
-        is_end = is_last and (save_freq or self.folder.has_lost_patience)
-        if is_stopping or is_due(step, save_freq) or is_end or is_best:
-            # A run would resume from weights that have diverged, and fail again.
-            if not self.health.is_diverging and self._weights_are_finite():
-                self._save(step, owes_test)
-            else:
-                if is_best:
-                    self.folder.best, is_best = self.earlier_best, False
-                if is_first_rank():
-                    print(f"step {step} gets no checkpoint, since its weights may have diverged")
-        if is_best:
-            self._export_best()
-        for worker in self.workers.values():
-            if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
-                folder = f"{worker.config.save_dir}/step_{step}"
-                worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+        is_end = step == self.num_steps and (save_freq or self.folder.has_lost_patience)
+        is_needed = self.is_stopping or self._is_best(step)
+        return bool(is_due(step, save_freq) or is_end or is_needed)
 
-    def _save(self, step: int, owes_test: bool) -> None:
-        """Saves a checkpoint and deletes old ones. All processes must call."""
-        self.folder.save(step, self.parts, self.planned_steps, owes_test)
-        self.folder.prune(self.health.proven_step)
+    def _save(self, step: int) -> None:
+        """Saves a checkpoint and deletes old ones.
+
+        Not of weights that have diverged: a run would resume from them, and fail again. They are
+        not the best ones either.
+        """
+        folder = self.folder
+        if not self.health.is_diverging and self._weights_are_finite():
+            folder.save(step, self.parts, self.planned_steps)
+            folder.prune(self.health.proven_step)
+            return
+        if self._is_best(step):
+            folder.best = self.earlier_best
+        if is_first_rank():
+            print(f"step {step} gets no checkpoint, since its weights may have diverged")
+
+    def _is_export_due(self, worker: Worker, step: int) -> bool:
+        is_last = step == self.num_steps
+        return is_due(step, worker.config.save_freq) or bool(is_last and worker.config.save_dir)
+
+    def _export(self, worker: Worker, step: int) -> None:
+        folder = f"{worker.config.save_dir}/step_{step}"
+        worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
     def _judge(self, step: int, metrics: Metrics) -> None:
         """Compares an evaluation with the best one. Ends the run if trainer.patience is over."""
         folder = self.folder
         if folder.best is None:
             return
+        before = folder.best.value
         self.earlier_best = folder.best
         folder.best = folder.best.judge(step, metrics)
-        before = self.earlier_best.value
         if is_first_rank() and before is not None and folder.best_step == step:
             error = folder.best.standard_error(metrics)
             if abs(folder.best.value - before) < error:
@@ -212,15 +226,17 @@ class Recorder:
             return f"{best.metric}, which had no value yet"
         return f"{best.metric} {best.value:.4g} of step {best.step}"
 
-    def _lacks_best_model(self, step: int) -> bool:
-        """Returns whether `step` is the best one, and best_model/ is not of it."""
-        start = self.folder.start
-        return 0 < step == self.folder.best_step != start.best_model_step
+    def _is_best(self, step: int) -> bool:
+        return 0 < step == self.folder.best_step
 
-    def _export_best(self) -> None:
+    def _export_best(self, step: int) -> None:
         """Exports the first worker as best_model/. All processes must call."""
-        with self.folder.exporting_best() as folder:
-            next(iter(self.workers.values())).export(folder, self.tokenizer)
+        worker, best = next(iter(self.workers.values())), self.folder.best
+        assert best is not None
+        record = {"step": step, "metric": best.metric, "value": best.value}
+        self.folder.export(
+            BEST_MODEL, partial(worker.export, tokenizer=self.tokenizer), best=record
+        )
 
     def _weights_are_finite(self) -> bool:
         """Returns whether all trained weights are finite. All processes must call."""
@@ -250,9 +266,11 @@ class Recorder:
 
     def finish(self, worker: Worker) -> None:
         """Exports `worker` as the final model and ends the process group."""
-        is_complete = self.last_step == self.num_steps
-        with self.folder.exporting(self.last_step, is_complete) as folder:
-            worker.export(folder, self.tokenizer)
+        export = partial(worker.export, tokenizer=self.tokenizer)
+        is_complete = self.last_step == self.num_steps and not self.lacks_test
+        self.folder.export("model", export, model_step=self.last_step, is_complete=is_complete)
+        if is_first_rank():
+            print(f"model saved to {self.folder.path / 'model'}")
         self.folder.prune(self.health.proven_step + 1)  # the last step has no later update
         self.metrics_log.close()
         if is_first_rank() and self.folder.best_step > 0:
