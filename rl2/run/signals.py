@@ -118,10 +118,10 @@ class BorrowedSignals:
     """Ctrl-C, SIGTERM and SIGHUP while a run is in a process that goes on, such as a notebook.
 
     A context manager. Inside, the first signal stops a run that listens after its step. Before
-    there is one, and the second time, a signal does what it did before, as KeyboardInterrupt in the
-    main thread. Afterwards the signals have their earlier handlers. Signals that were ignored stay
-    so, and on another thread than the main one, all signals stay as they are: Python lets no other
-    thread handle them.
+    there is one, and the second time, Ctrl-C raises KeyboardInterrupt in the main thread, and the
+    others do what they did before. Afterwards the signals have their earlier handlers. Signals that
+    were ignored stay so, and on another thread than the main one, all signals stay as they are:
+    Python lets no other thread handle them.
     """
 
     def __init__(self) -> None:
@@ -148,6 +148,8 @@ class BorrowedSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stop_signal is not None and not self.stop_signal.is_repeated():
             self.stop_signal.handle(number, frame)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt  # asyncio's own handler would cancel a task that waits for us
         else:
             signal.signal(number, self.earlier[number])
             signal.raise_signal(number)
