@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rl2.run.records import read_object
 
-NEW = "/new"
 LONGEST_ANSWER = 512  # tokens
 
 
@@ -17,8 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="rl2 chat",
         description="Answers what you type with the model of a run, greedily, after the run's "
-        f"system prompt and solved examples. {NEW} begins another conversation, Ctrl-D ends. "
-        "`transformers chat FOLDER` has options.",
+        "system prompt and solved examples. Ctrl-D ends. `transformers chat FOLDER` has options.",
     )
     about = "of a run, or of a model, such as RUN/best_model"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
@@ -59,18 +57,15 @@ def talk(path: Path) -> None:
     messages: list[dict[str, str]] = []
     while True:
         question = input("\n> " if sys.stdin.isatty() else "").strip()
-        if question == NEW:
-            messages = []
-        if question in ("", NEW):
+        if not question:
             continue
         messages.append({"role": "user", "content": question})
         prompt = torch.tensor([template.encode_prompt(messages)])
         room = min(LONGEST_ANSWER, positions - prompt.shape[1])
         if room < 1:
-            print(
-                f"(the conversation fills the model's {positions} positions: {NEW} begins another)"
+            raise ValueError(
+                f"the conversation fills the model's {positions} positions: start again"
             )
-            continue
         tokens = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -1,9 +1,9 @@
 """`rl2 compare RUN ... -- RUN ...`: whether two recipes differ, by their answers to test questions.
 
 A recipe is one run or several with different seeds. The questions are the same in all runs, so they
-are paired, and so are the seeds where both recipes have the same ones. The error of the difference
-is that of two-way clusters, questions and runs (Cameron, Gelbach & Miller, 2011, section 2.2): runs
-of one seed alone cannot say how far another seed would be.
+are paired. The error of the difference is that of two-way clusters, questions and runs (Cameron,
+Gelbach & Miller, 2011, section 2.2): runs of one seed alone cannot say how far another seed would
+be.
 """
 
 import argparse
@@ -35,7 +35,6 @@ class Evaluation:
 
     run: Path
     step: int
-    seed: int | None  # trainer.seed
     scores: dict[str, float]  # by question: the mean over its answers
 
 
@@ -44,7 +43,6 @@ class Difference(NamedTuple):
 
     mean: float
     error: float  # half of the 95% interval
-    seeds_are_paired: bool
 
 
 def main() -> None:
@@ -107,8 +105,7 @@ def read_evaluation(run: Path, set_name: str, part: str | None) -> Evaluation:
             found_parts |= dict.fromkeys(record.get("rewards") or {})
     if part is not None and part not in found_parts:
         raise ValueError(f"--score {part}: the rewards have the parts {', '.join(found_parts)}")
-    config = read_yaml(run / "config.yaml") or {}
-    return Evaluation(run, step_of(last), (config.get("trainer") or {}).get("seed"), scores)
+    return Evaluation(run, step_of(last), scores)
 
 
 def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
@@ -130,8 +127,6 @@ def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
     lines.append(f"{len(questions)} questions, the same in all runs")
     if num_left_out:
         lines[-1] += f"; {num_left_out} are not in all of them and do not count"
-    if found.seeds_are_paired:
-        lines.append("seeds are paired")
     low, high = found.mean - found.error, found.mean + found.error
     lines.append(f"second - first: {found.mean:+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
     if low > 0 or high < 0:
@@ -145,36 +140,25 @@ def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
 
 def compare(first: list[Evaluation], second: list[Evaluation], questions: list[str]) -> Difference:
     """Returns the difference of two recipes on the questions that all of their runs have."""
-    seeds = [[evaluation.seed for evaluation in recipe] for recipe in (first, second)]
-    are_paired = (
-        len(first) > 1
-        and None not in seeds[0]
-        and len(set(seeds[0])) == len(first)
-        and sorted(map(str, seeds[0])) == sorted(map(str, seeds[1]))
-    )
-    if are_paired:
-        first = sorted(first, key=lambda evaluation: str(evaluation.seed))
-        second = sorted(second, key=lambda evaluation: str(evaluation.seed))
     a, b = (
         np.array([[evaluation.scores[question] for question in questions] for evaluation in recipe])
         for recipe in (first, second)
-    )
+    )  # [runs, questions]
     by_question = b.mean(0) - a.mean(0)
-    samples = [b - a] if are_paired else [a, b]  # [runs, questions] whose runs are independent
     num_questions = len(questions)
     if num_questions == 1:
-        return Difference(float(by_question.mean()), math.nan, are_paired)
+        return Difference(float(by_question.mean()), math.nan)
     # The variances of the mean by the choice of questions and of runs, with degrees of freedom.
     parts = [(by_question.var(ddof=1) / num_questions, num_questions - 1)]
     shared = 0.0  # what is in the variances of questions and runs, and would count twice
-    if all(len(sample) > 1 for sample in samples):
-        for sample in samples:
+    if len(a) > 1 and len(b) > 1:
+        for sample in (a, b):
             parts.append((sample.mean(1).var(ddof=1) / len(sample), len(sample) - 1))
             shared += _residual_variance(sample)
     total = sum(variance for variance, _ in parts)
     variance = max(total - shared, *(variance for variance, _ in parts))
     error = _t_quantile(variance, parts) * math.sqrt(variance)
-    return Difference(float(by_question.mean()), float(error), are_paired)
+    return Difference(float(by_question.mean()), float(error))
 
 
 def _t_quantile(variance: float, parts: list[tuple[float, int]]) -> float:
