@@ -21,7 +21,7 @@ from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
 from rl2.engine.share import engine_bytes
 from rl2.parallel.device import GIB
-from rl2.tools.plan import OUTSIDE_BYTES, Plan, judge, totals
+from rl2.tools.memory import OUTSIDE_BYTES, Plan, judge, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("PPO", "SFT", "DPO", "RM")

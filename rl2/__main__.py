@@ -3,41 +3,32 @@
 import difflib
 import importlib
 import importlib.metadata
-import pkgutil
 import platform
 import sys
 from typing import NamedTuple
 
 import rl2
 from rl2.config.dropped import explain_dropped
+from rl2.config.help import answer_trainer
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.error_report import print_answer
 
 
 class Command(NamedTuple):
     module: str  # with a function `main`, which reads sys.argv
     summary: str
-    # "module:function" that is called with the command's name before `module` is imported, where
-    # that imports torch, which takes seconds. It answers --help and imports nothing heavy.
-    answer: str = ""
 
 
-TRAINER = "rl2.config.help:answer_trainer"
-TOOL = "rl2.tools.options:answer_tool"
 COMMANDS = {
     "ppo": Command(
         "rl2.trainer.ppo",
         "PPO, GRPO and relatives: samples answers that an environment rewards",
-        TRAINER,
     ),
-    "sft": Command("rl2.trainer.sft", "supervised fine-tuning on conversations", TRAINER),
-    "dpo": Command(
-        "rl2.trainer.dpo", "direct preference optimization on pairs of replies", TRAINER
-    ),
-    "rm": Command("rl2.trainer.rm", "reward models from pairs of replies", TRAINER),
+    "sft": Command("rl2.trainer.sft", "supervised fine-tuning on conversations"),
+    "dpo": Command("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
+    "rm": Command("rl2.trainer.rm", "reward models from pairs of replies"),
     "new": Command("rl2.tools.new", "makes a folder with an environment, rows and a script"),
-    "env": Command(
-        "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
-    ),
+    "env": Command("rl2.tools.env", "tries an environment: exploits, failures, determinism"),
     "ls": Command("rl2.tools.ls", "lists runs: trainer, steps, success, state"),
     "chat": Command("rl2.tools.chat", "talks to the model of a run, or of any model folder"),
     "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
@@ -45,9 +36,7 @@ COMMANDS = {
         "rl2.tools.compare", "says whether two recipes differ, by test questions and seeds"
     ),
     "replay": Command("rl2.tools.replay", "runs a recorded step again and compares"),
-    "plan": Command(
-        "rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU", TOOL
-    ),
+    "plan": Command("rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU"),
 }
 
 
@@ -94,8 +83,8 @@ def main() -> None:
         sys.exit(2)
     command = COMMANDS[name]
     sys.argv = [f"rl2 {name}", *arguments]
-    if command.answer:
-        pkgutil.resolve_name(command.answer)(name)
+    if name in TRAINER_CONFIGS:
+        answer_trainer(name)  # --help, before the import below, which takes seconds
     importlib.import_module(command.module).main()
 
 

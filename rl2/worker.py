@@ -104,8 +104,8 @@ class Worker:
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
-    gives the model; `new_optimizer` takes what `make_optimizer` takes. `seed` is for
-    config.dither_weights. With `routing_replay` tokens go to the experts that a batch names.
+    gives the model. `seed` is for config.dither_weights. With `routing_replay` tokens go to the
+    experts that a batch names.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class Worker:
         num_updates: int = 0,
         exactness: Exactness = Exactness.OFF,
         source: HuggingFaceFiles = FILES,
-        new_optimizer: Callable[..., Any] = make_optimizer,
         seed: int = 0,
         routing_replay: bool = False,
     ):
@@ -156,9 +155,9 @@ class Worker:
         self.start_adapters: list[Tensor] | None = None
         if self.lora_settings is not None and config.adapter:
             self.start_adapters = [state.clone() for state in self.adapter_states()]
-        self.optimizer: Any = None  # of `new_optimizer` unless the model is frozen
+        self.optimizer: Any = None  # unless the model is frozen
         if is_trained:
-            self.optimizer = new_optimizer(
+            self.optimizer = make_optimizer(
                 config.optimizer,
                 self.trained_parameters,
                 {f"hf.{name}" for name in hidden_matrices(self.model.hf)},

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.tools import planned_device
-from rl2.tools.plan import Plan, predict, run_phases
+from rl2.tools.memory import Plan, predict, run_phases
 from rl2.tools.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
 LENGTH = 512  # tokens of a micro-batch

@@ -16,7 +16,7 @@ from typing import Any
 import shapes
 
 from rl2.config.schema import PPOConfig
-from rl2.tools.plan import Plan, predict
+from rl2.tools.memory import Plan, predict
 
 FILE = Path(__file__).with_name("memory_fits.json")
 MODELS = [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]

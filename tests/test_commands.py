@@ -1,11 +1,8 @@
 """The command line around the commands: `rl2 COMMAND` and --help."""
 
-import importlib
-import pkgutil
 import re
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -40,21 +37,6 @@ def test_the_schema_needs_no_heavy_import():
     assert done.returncode == 0 and "rl2" in imported and not imported & HEAVY
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].answer])
-def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
-    """`main` answers --help too, for those who call it in another way."""
-    command = COMMANDS[name]
-    main = importlib.import_module(command.module).main
-    texts = []
-    for function in (partial(pkgutil.resolve_name(command.answer), name), main):
-        monkeypatch.setattr(sys, "argv", [f"rl2 {name}", "--help"])
-        with pytest.raises(SystemExit) as exit_:
-            function()
-        assert exit_.value.code == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != ""
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
@@ -62,6 +44,7 @@ def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
         (["rl2", "diff", "runs/x", "runs/y"], "rl2 replay"),
         (["rl2", "prove", "actor.model_name=x"], "docs/proofs.md"),
         (["rl2", "env", "gsm8k", "data.path=x", "--attack"], "weight 0"),
+        (["rl2", "env", "gsm8k", "actor.model_name=x"], "trainer.eval_only=true"),
         (["rl2", "chat", "runs/x", "--best"], "RUN/best_model"),
         (["rl2", "chat", "runs/x", "--temperature=1"], "transformers chat"),
         (["rl2.trainer.sft", "--plan"], "rl2 plan"),

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from common import ROOT, make_model, read_cases, run
+from common import ROOT, read_cases
 from test_ready_envs import PACKAGES
 
 from rl2.tools import env as command
@@ -162,10 +162,6 @@ MISTAKES = {
     "no row": (["gsm8k", "data.path=EMPTY"], "has no rows"),
     "no code": (["SYNTAX", "data.path=examples/rows/gsm8k.jsonl"], "invalid syntax"),
     "no reward": (["NOTHING", "data.path=examples/rows/gsm8k.jsonl"], "found none"),
-    "no model": (
-        ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "actor.model_name=/no/such"],
-        "actor.model_name=/no/such",
-    ),
 }
 
 
@@ -186,25 +182,3 @@ def test_no_rows_are_refused(monkeypatch, capsys):
     words = ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "--rows", "0"]
     status, _, err = try_env(words, monkeypatch, capsys)
     assert status == 2 and "argument --rows" in err, err
-
-
-def test_a_model_answers(tmp_path):
-    """Its answers stand in a table of reward against length."""
-    model = make_model(tmp_path / "model")
-    (tmp_path / "env.py").write_text(
-        "def reward_fn(messages, answer):\n"
-        '    return float(messages[-1]["content"].count("<answer>" + answer))\n'
-        "async def group_reward_fn(trajectories):\n"
-        '    return [t["length"] / 100 for t in trajectories]\n'
-    )
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    words = ["-m", "rl2", "env", tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl"]
-    words += [f"actor.model_name={model}", "data.responses_per_prompt=2", "--rows", "2"]
-    words += ["rollout.train_sampling_params.max_new_tokens=8"]
-    done = run(*words, check=False, cwd=tmp_path)
-    table = done.stdout.partition("tokens answers  reward\n")[2]
-    lines = re.findall(r"^ *(\d+)- *(\d+) +(\d+) +([\d.]+)$", table, re.M)
-    assert sum(int(count) for _, _, count, _ in lines) == 4, done.stdout + done.stderr
-    for shortest, longest, _, reward in lines:
-        assert int(shortest) <= 100 * float(reward) + 0.1 <= int(longest) + 0.2
-    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()

@@ -246,7 +246,7 @@ class WorkerConfig(ModelConfig):
     gradient_checkpointing: bool | NonNegativeInt = key(
         True,
         "recompute layers in the backward pass: all, or a number of them; saves memory, takes "
-        "about a third more time; rl2 plan names the fewest layers that fit",
+        "about a third more time; rl2 plan says which number fits",
         common=True,
     )
     lora_rank: NonNegativeInt = key(

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -152,23 +151,6 @@ class PlannedDevice(MemoryTracker):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
 
-class TensorsByCopy(TorchFunctionMode):
-    """Makes torch.tensor(..., device=...) a copy from the host.
-
-    torch.tensor does not pass through dispatch modes; `to` does.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and "device" in kwargs:
-            device = kwargs["device"]
-            made = func(*args, **{**kwargs, "device": None})
-            return made if device is None else made.to(device)
-        return func(*args, **kwargs)
-
-
 class ModelsWithoutValues(HuggingFaceFiles):
     """Makes models with weights that have shapes and no values. It admits every model.
 
@@ -202,9 +184,10 @@ def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
     """Makes this process rank 0 of `num_gpus` on a device without memory, in a context."""
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
     try:
-        device = PlannedDevice()
-        on_planned_device = replaced(fsdp, "_get_device_from_mesh", lambda mesh: PLANNED_DEVICE)
-        with on_planned_device, TensorsByCopy(), device:
+        with (
+            replaced(fsdp, "_get_device_from_mesh", lambda mesh: PLANNED_DEVICE),
+            PlannedDevice() as device,
+        ):
             yield device
     finally:
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ from shapes import make_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
-from rl2.tools import plan
+from rl2.tools import memory as plan
 from rl2.tools.planned_device import MemoryTracker
 
 JOBS = {

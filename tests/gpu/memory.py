@@ -18,7 +18,7 @@ from tools import (
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.parallel.mesh import init_distributed
-from rl2.tools.plan import Plan, predict, run_phases
+from rl2.tools.memory import Plan, predict, run_phases
 from rl2.tools.planned_device import MemoryTracker
 
 OFFLOADS = ("actor.offload_model=true", "actor.offload_optimizer=true")
