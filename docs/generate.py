@@ -192,14 +192,13 @@ def explain(key: Key) -> str:
         text += f"; one of {', '.join(choices)}"
     if key.functions:
         text += "; or `file.py:function`"
-    limit = key.range
     limits = []
-    if limit.above or limit.at_least:  # most numbers are not negative
-        limits.append(f"above {limit.above}" if limit.above else f"at least {limit.at_least}")
-    if limit.below is not None:
-        limits.append(f"below {limit.below}")
-    if limit.at_most is not None and limit.at_most != schema.LARGEST_SEED:
-        limits.append(f"at most {limit.at_most}")
+    if key.above or key.at_least:  # most numbers are not negative
+        limits.append(f"above {key.above}" if key.above else f"at least {key.at_least}")
+    if key.below is not None:
+        limits.append(f"below {key.below}")
+    if key.at_most is not None and key.at_most != schema.LARGEST_SEED:
+        limits.append(f"at most {key.at_most}")
     return "; ".join([text, *limits]).replace("<", "&lt;")
 
 

@@ -275,6 +275,7 @@ def test_keys_of_an_evaluation(setup, capsys):
     """It needs no training rows."""
     config = parse(PPOConfig, [*setup, *EVALUATION])
     assert config.data.test_paths == {"data.test_path.a": "a.jsonl", "data.test_path.b": "b.jsonl"}
+    parse(PPOConfig, [setup[0], *EVALUATION, "rollout.env_path={a:env.py,b:env.py}"])
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*setup, EVALUATION[0], "data.test_ratio=1"])
     assert "data.test_ratio=1.0: it must be below 1" in capsys.readouterr().err

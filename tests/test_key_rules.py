@@ -40,7 +40,7 @@ def test_every_number_has_a_lower_bound():
         if name in OF_REWARDS:
             assert list(broken_bounds(key, -math.inf)) == ["be finite"]
             continue
-        bounds = [x for x in (key.range.above, key.range.at_least) if x is not None]
+        bounds = [x for x in (key.above, key.at_least) if x is not None]
         assert bounds, f"{name} may be any number"
         assert list(broken_bounds(key, bounds[0] - 1)), name
 

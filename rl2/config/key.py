@@ -7,50 +7,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a key may have. NaN is never among them."""
-
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    may_be_infinite: bool = False  # inf switches a bound off
-
-    def broken_bounds(self, value: float) -> Iterator[str]:
-        """The bounds that the value breaks, in words that follow "it must"."""
-        if math.isnan(value):
-            yield "be a number"
-            return
-        if math.isinf(value) and not self.may_be_infinite:
-            yield "be finite"
-        if self.above is not None and value <= self.above:
-            yield f"be above {self.above}"
-        if self.at_least is not None and value < self.at_least:
-            yield f"not be below {self.at_least}"
-        if self.at_most is not None and value > self.at_most:
-            yield f"not be above {self.at_most}"
-        if self.below is not None and value >= self.below:
-            yield f"be below {self.below}"
-
-    def narrowed(self, other: "Range") -> "Range":
-        """This range, with the bounds that only the other one has."""
-        return Range(
-            above=other.above if self.above is None else self.above,
-            at_least=other.at_least if self.at_least is None else self.at_least,
-            at_most=other.at_most if self.at_most is None else self.at_most,
-            below=other.below if self.below is None else self.below,
-            may_be_infinite=self.may_be_infinite or other.may_be_infinite,
-        )
-
-
-# Types that say the range of their key.
-PositiveInt = Annotated[int, Range(above=0)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeInt = Annotated[int, Range(at_least=0)]
-NonNegativeFloat = Annotated[float, Range(at_least=0)]
-Ratio = Annotated[float, Range(at_least=0, at_most=1)]
+# Types that say the bounds of their key.
+PositiveInt = Annotated[int, ("above", 0)]
+PositiveFloat = Annotated[float, ("above", 0)]
+NonNegativeInt = Annotated[int, ("at_least", 0)]
+NonNegativeFloat = Annotated[float, ("at_least", 0)]
+Ratio = Annotated[float, ("at_least", 0), ("at_most", 1)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +21,12 @@ class Key:
 
     help: str  # its first clause is the short help
     common: bool = False  # whether the short help lists it
-    range: Range = Range()  # also of every item of a list or map
+    # The numbers that it may have, also as an item of a list or map. NaN is never among them.
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    may_be_infinite: bool = False  # inf switches a bound off
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
     # Without these keys this one has no effect, and is refused: of its section, or in full; KEY or
@@ -80,25 +47,29 @@ class Key:
         is_reference = isinstance(self.default, str) and re.fullmatch(r"\$\{[\w.]+\}", self.default)
         return self.default[2:-1] if is_reference else ""
 
+    def broken_bounds(self, value: float) -> Iterator[str]:
+        """The bounds that the value breaks, in words that follow "it must"."""
+        if math.isnan(value):
+            yield "be a number"
+            return
+        if math.isinf(value) and not self.may_be_infinite:
+            yield "be finite"
+        if self.above is not None and value <= self.above:
+            yield f"be above {self.above}"
+        if self.at_least is not None and value < self.at_least:
+            yield f"not be below {self.at_least}"
+        if self.at_most is not None and value > self.at_most:
+            yield f"not be above {self.at_most}"
+        if self.below is not None and value >= self.below:
+            yield f"be below {self.below}"
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    may_be_infinite: bool = False,
-    **properties: Any,
-) -> Any:
-    """A field that is a key.
 
-    The bounds are those of `Range`, in addition to the range of the field's type. `properties` are
-    the other attributes of Key.
+def key(default: Any, help: str, **properties: Any) -> Any:
+    """A field that is a key. `properties` are the other attributes of Key.
+
+    Its bounds are in addition to those of the field's type.
     """
-    bounds = Range(above, at_least, at_most, below, may_be_infinite)
-    metadata = {"key": Key(help, range=bounds, **properties)}
+    metadata = {"key": Key(help, **properties)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -133,15 +104,15 @@ def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
         declared = _find_declaration(kind, entry.name)
         info: Key = declared.metadata["key"]
         make = entry.default_factory
-        yield (
-            name,
-            replace(
-                info,
-                range=info.range.narrowed(_range_of_type(declared.type)),
-                types=info.types or _members(types[entry.name]),
-                default=entry.default if make is MISSING else make(),
-            ),
+        bounds = _bounds_of_type(declared.type)
+        wider = {bound: value for bound, value in bounds.items() if getattr(info, bound) is None}
+        found = replace(
+            info,
+            types=info.types or _members(types[entry.name]),
+            default=entry.default if make is MISSING else make(),
+            **wider,
         )
+        yield name, found
         if is_dataclass(entry.default_factory):
             yield from _walk(entry.default_factory, f"{name}.")
 
@@ -164,10 +135,9 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if is_union else (annotation,)
 
 
-def _range_of_type(annotation: Any) -> Range:
-    """The range in an annotation such as PositiveInt, PositiveInt | None or list[PositiveInt]."""
+def _bounds_of_type(annotation: Any) -> dict[str, Any]:
+    """The bounds in an annotation such as PositiveInt, PositiveInt | None or list[PositiveInt]."""
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) is Annotated:
-            found: Range = part.__metadata__[0]
-            return found
-    return Range()
+            return dict(part.__metadata__)
+    return {}

@@ -81,7 +81,7 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
         if not value:
             yield "have no empty text"
     elif value is not None:  # an engine's argument may be null
-        yield from key.range.broken_bounds(value)
+        yield from key.broken_bounds(value)
 
 
 def derive_keys(config: Any, set_keys: set[str]) -> None:

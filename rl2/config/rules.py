@@ -246,11 +246,12 @@ def check_envs(config: PPOConfig) -> Iterator[Problem]:
     if not isinstance(env_path, dict):
         return
     data = config.data
-    sources = {source_name(key) for key in {**data.train_paths, **data.test_paths}}
+    paths = {**data.train_paths, **data.test_paths}
+    sources = {source_name(key) for key, path in paths.items() if path}
     if env_path.keys() != sources:
         reason = (
             "give an env to each source of data.path and data.test_path, as "
             "rollout.env_path.NAME=PATH, or one to all of them; they are "
-            f"{', '.join(sorted(sources)) or 'none'}"
+            f"{', '.join(sorted(filter(None, sources))) or 'none'}"
         )
         yield wrong_value("rollout.env_path", env_path, reason)
