@@ -249,9 +249,8 @@ def test_adapters_of_another_base_are_warned_of(base, trained_on, folder, is_oth
         ("local", False, 0, "adapter", "the embedded engine applies them"),
         ("local", True, 0, "merged", "gives its weights' memory of a GPU to the trainer"),
         ("local", True, 1, "adapter", "the embedded engine applies them"),
-        ("sglang", False, 0, "merged", "SGLang is sent whole weights only"),
-        ("vllm", False, 0, "merged", "vLLM generates slower with adapters on a CPU"),
-        ("vllm", True, 1, "merged", "not been tried with them on a GPU"),
+        ("sglang", False, 0, "merged", "sglang is sent whole weights only"),
+        ("vllm", True, 1, "merged", "vllm is sent whole weights only"),
     ],
 )
 def test_where_adapters_cannot_be_sent_merged_weights_are(
@@ -266,8 +265,7 @@ def test_where_adapters_cannot_be_sent_merged_weights_are(
     assert choice == expected and reason in why
     config.actor.quantize_base = "nf4"
     assert choose_lora(config)[0] == "merged"
-    can_be_asked_for = expected == "adapter" or engine == "vllm"
-    refused = [] if can_be_asked_for else ["rollout.lora"]
+    refused = [] if expected == "adapter" else ["rollout.lora"]
     assert problem_keys("ppo", *words, "rollout.lora=adapter") == refused
 
 
@@ -379,6 +377,12 @@ def test_vllm_is_refused_where_it_has_not_been_tried(base, with_vllm, monkeypatc
         monkeypatch.setattr("rl2.config.engines.installed_version", lambda *packages, v=version: v)
         [[problem], _] = find_problems("ppo", [with_vllm])
         assert problem.key == "rollout.engine" and version in str(problem)
+
+
+def test_what_top_p_leaves_is_not_trained_with_vllm(base, with_vllm):
+    words = [with_vllm, "rollout.train_sampling_params.top_p=0.9"]
+    assert problem_keys("ppo", *words) == ["rollout.train_sampling_params"]
+    assert problem_keys("ppo", with_vllm, "rollout.test_sampling_params.top_p=0.9") == []
 
 
 def test_the_short_help_is_one_screen(base, capsys):
@@ -572,7 +576,7 @@ def test_correction_is_on_where_engine_and_trainer_differ(words, correction):
 
 
 def test_an_engine_that_does_not_tell_what_top_k_leaves_is_named():
-    for engine, is_named in (("sglang", True), ("vllm", False), ("local", False)):
+    for engine, is_named in (("sglang", True), ("local", False)):
         words = [f"rollout.engine={engine}", "rollout.train_sampling_params.top_k=5"]
         _, keys = check_words(*BASE["ppo"], *words)
         assert ("rollout.engine" in keys) == is_named, engine

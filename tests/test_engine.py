@@ -94,7 +94,7 @@ def test_vllm_takes_its_share_of_the_free_memory_of_a_gpu(llama, monkeypatch, sh
         llama, torch.bfloat16, torch.device("cuda", 0), gpu_memory_utilization=share, rank=1
     )
     model = AutoModelForCausalLM.from_pretrained(llama)
-    arguments = engine_arguments(settings, model, sampler=object)
+    arguments = engine_arguments(settings, model)
     assert arguments["gpu_memory_utilization"] == (0.6 if share == "auto" else 0.375)
     assert arguments["enable_sleep_mode"]
     assert (arguments["dtype"], arguments["seed"]) == ("bfloat16", 1)

@@ -11,11 +11,9 @@ def adapter_obstacle(config: Any) -> str | None:
     if config.actor.quantize_base:
         return "the engine has read the files of the base, and the trainer's base is in 4 bits"
     engine = choose_engine(config.rollout.engine)[0]
-    if engine == "sglang":
-        return "SGLang is sent whole weights only; the embedded engine and vLLM apply adapters"
-    if engine == "vllm" and config.rollout.tp_size > 1:
-        return "vLLM cuts adapters among rollout.tp_size ranks, and the parts cannot be compared"
-    if engine == "local" and has_gpu() and not count_samplers(config):
+    if engine != "local":
+        return f"{engine} is sent whole weights only; the embedded engine applies adapters"
+    if has_gpu() and not count_samplers(config):
         return (
             "the embedded engine gives its weights' memory of a GPU to the trainer in every step, "
             "and is sent all of them again; it keeps them with rollout.num_processes"
@@ -30,11 +28,6 @@ def choose_lora(config: Any) -> tuple[str, str]:
     obstacle = adapter_obstacle(config)
     if obstacle is not None:
         return "merged", obstacle
-    if choose_engine(config.rollout.engine)[0] == "vllm":
-        return "merged", (
-            "vLLM generates slower with adapters on a CPU, and has not been tried with them on a "
-            "GPU; rollout.lora=adapter takes them"
-        )
     return "adapter", "the embedded engine applies them as the trainer does"
 
 

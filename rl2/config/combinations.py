@@ -56,6 +56,8 @@ def find_broken(config: Any) -> Iterator[Row]:
     is_untested = trainer.eval_only or bool(getattr(trainer, "rollouts_from", None))
     if trainer.patience is not None and not best:
         yield "trainer.patience", "needs trainer.save_best, e.g. trainer.save_best=auto"
+    if trainer.save_best == "true":
+        yield "trainer.save_best", "names no metric: choose auto, or a metric after test/"
     if best and is_untested:
         yield "trainer.save_best", "excludes trainer.eval_only and trainer.rollouts_from"
     if best and not is_untested and not (data.has_test_rows and trainer.test_freq):

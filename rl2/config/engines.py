@@ -102,6 +102,14 @@ def check_engine(config: Any) -> Iterator[Problem]:
         reasons += compiler_problems() if has_cuda() else []
     for reason in reasons:
         yield wrong_value(key, rollout.engine, reason)
+    params = rollout.train_sampling_params
+    is_cut = params.top_p < 1 or params.top_k != -1
+    if engine == "vllm" and is_cut and not config.trainer.eval_only:
+        reason = (
+            "vLLM does not tell which tokens top_p and top_k leave, so what it samples could not "
+            "be trained: set top_p=1 and top_k=-1, or rollout.engine=local"
+        )
+        yield wrong_value("rollout.train_sampling_params", params, reason)
     yield from check_engine_size(config)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")

@@ -621,8 +621,9 @@ class RolloutConfig:
     )
     lora: str = key(
         "auto",
-        "what the engine is sent of LoRA; merged: whole weights; adapter: the adapters alone, not "
-        "with sglang; auto: adapter with the embedded engine on a CPU or on processes of its own",
+        "what the engine is sent of LoRA; merged: whole weights; adapter: the adapters alone, "
+        "which the embedded engine applies; auto: adapter with it on a CPU or on processes of "
+        "its own",
         choices=("auto", "merged", "adapter"),
     )
     tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang or vLLM")

@@ -177,6 +177,11 @@ class Engine(Protocol):
         """Cancels what is in flight and frees memory and processes. Nothing else may follow."""
 
 
+def single_seed(seed: Seed) -> int:
+    """One number of 31 bits, for engines that take one."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
+
+
 def max_request_tokens(model_config: Any) -> float:
     """Most tokens of prompt and answer: the model's positions, or infinity."""
     text = model_config.get_text_config()

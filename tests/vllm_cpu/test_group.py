@@ -48,7 +48,6 @@ def check_end(done):
 def test_a_rank_that_draws_other_tokens_ends_the_job(tied):
     done = torchrun(2, HERE / "group.py", "other_draws", tied, check=False)
     check_end(done)
-    assert "no memory on this rank" in done.stderr
     assert "this rank has drawn other tokens than the first rank" in done.stderr
 
 

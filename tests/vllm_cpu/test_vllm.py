@@ -21,12 +21,9 @@ from engine_runs import (  # noqa: E402
     learn,
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 
-from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
-from rl2.engine.local import LocalEngine  # noqa: E402
+from rl2.engine.base import EngineSettings  # noqa: E402
 from rl2.engine.vllm import VLLMEngine  # noqa: E402
-from rl2.engine.vllm_sampler import sampler_class, vllm_params  # noqa: E402
 from rl2.model.lora import LoraSettings  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -66,50 +63,34 @@ def test_the_contract(request, world):
     assert done.stdout.count("is done") == world
 
 
-def test_answers_are_those_of_the_embedded_engine(tied, make_engine):
-    """Also where prompts are computed in pieces, and where the cache is too small for all.
+def test_answers_with_top_p_and_with_a_small_cache(tied, make_engine):
+    """Log-probabilities are among what top_p and top_k leave. A seed determines an answer.
 
-    Both engines draw with the same noise, so tokens differ only where rounding moves the draw.
+    Also where the cache is too small for all, so that requests are computed again.
     """
-    vllm_args = {
-        "max_num_batched_tokens": 48,
-        "num_gpu_blocks_override": 24,  # of 32 tokens
-        "enable_chunked_prefill": True,
-        "max_model_len": 512,
-    }
-    engine = make_engine(tied, max_running_requests=12, engine_args=vllm_args)
-    local = LocalEngine(EngineSettings(tied, torch.float32, CPU, max_running_requests=12))
+    arguments = {"num_gpu_blocks_override": 24, "max_model_len": 512}  # of 32 tokens
+    engine = make_engine(tied, max_running_requests=12, engine_args=arguments)
     num_preempted = 0
-    core = engine.engine.engine_core.engine_core
-    preempt = core.scheduler._preempt_request
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
 
     def counted_preempt(*args, **kwargs):
         nonlocal num_preempted
         num_preempted += 1
         return preempt(*args, **kwargs)
 
-    core.scheduler._preempt_request = counted_preempt
+    scheduler._preempt_request = counted_preempt
     prompts = make_prompts(30)
-    for params in (
-        {"temperature": 1.0, "stop_token_ids": (10, 11)},
-        {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "with_candidates": True},
-        {"temperature": 0.0},
-    ):
+    model, _ = load_weights(tied)
+    for params in ({"stop_token_ids": (10, 11)}, {"temperature": 0.7}):
         answers = play(engine, prompts, max_new_tokens=90, **params)
-        expected = play(local, prompts, max_new_tokens=90, **params)
-        num_same = sum(a.tokens == b.tokens for a, b in zip(answers, expected, strict=True))
-        assert num_same >= 29, params
-        for a, b in zip(answers, expected, strict=True):
-            assert len(a.logps) == len(a.tokens)
-            if a.tokens != b.tokens:
-                continue
-            assert a.finish_reason == b.finish_reason
-            torch.testing.assert_close(a.logps, b.logps, rtol=0, atol=1e-4)
-            assert (a.candidates is None) == (b.candidates is None)
-            for ids, other_ids in zip(a.candidates or [], b.candidates or [], strict=True):
-                assert ids.tolist() == other_ids.tolist()
+        check_logps(answers, prompts, model, params.get("temperature", 1.0))
+        again = play(engine, prompts, max_new_tokens=90, **params)
+        num_same = sum(a.tokens == b.tokens for a, b in zip(answers, again, strict=True))
+        assert num_same >= 28, "rounding moves few draws"
     assert num_preempted > 0
-    local.close()
+    for out in play(engine, prompts, max_new_tokens=5, top_k=1):
+        assert out.logps == [0.0] * 5 and out.candidates is None
 
 
 @pytest.mark.parametrize(("family", "overrides"), DENSE, ids=[family for family, _ in DENSE])
@@ -153,25 +134,6 @@ def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
     after = play(engine, prompts, max_new_tokens=8)
     assert [out.tokens for out in after] == [out.tokens for out in before]
     check_logps(after, prompts, model, 1.0)
-
-
-def test_the_rows_of_a_batch_are_those_of_its_requests(tied):
-    """One row is added, replaced, swapped, moved and removed."""
-    requests = {}
-    sampler = sampler_class(requests, [])(None, CPU, False)
-    tokens = {number: [] for number in range(4)}
-
-    def update(removed=(), added=(), moved=()):
-        rows = [(row, vllm_params(SamplingParams(), n), [], tokens[n]) for row, n in added]
-        sampler.update_state(BatchUpdate(4, removed=removed, added=rows, moved=moved))
-        return {row: number for row, (number, _) in sampler.rows.items()}
-
-    assert update(added=[(0, 0), (1, 1), (2, 2)]) == {0: 0, 1: 1, 2: 2}
-    assert update(added=[(1, 3)]) == {0: 0, 1: 3, 2: 2}
-    assert update(moved=[(0, 1, MoveDirectionality.SWAP)]) == {0: 3, 1: 0, 2: 2}
-    moved = [(2, 0, MoveDirectionality.UNIDIRECTIONAL)]
-    assert update(removed=[0], moved=moved) == {0: 2, 1: 0}
-    assert update(moved=[(0, 3, MoveDirectionality.SWAP)]) == {1: 0, 3: 2}
 
 
 def test_a_gpu_has_room_for_keys_and_values_after_the_weights_have_come(
@@ -223,15 +185,12 @@ def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
 
 
 def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
-    with pytest.raises(ValueError, match="rollout.tp_size=2: .* set rollout.lora=merged"):
-        make_engine(tied, tp_size=2, adapters=LoraSettings(4, 64.0))
+    with pytest.raises(ValueError, match="rollout.lora=adapter: vLLM is sent merged weights"):
+        make_engine(tied, adapters=LoraSettings(4, 64.0))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     name = make_model(tmp_path / "gpt_oss", "gpt_oss", **VLLM_SIZES, **experts)
     with pytest.raises(ValueError, match="gpt_oss has experts and sinks that vLLM 0.32 leaves out"):
         make_engine(name)
-    name = make_model(tmp_path / "mixtral", "mixtral", **VLLM_SIZES, **experts)
-    with pytest.raises(ValueError, match="mixtral is not a dense .* set rollout.lora=merged"):
-        make_engine(name, adapters=LoraSettings(4, 64.0))
     states = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2}
     layers = {"layers_block_type": ["linear_attention", "full_attention"]}
     name = make_model(tmp_path / "nemotron_h", "nemotron_h", **VLLM_SIZES, **states, **layers)
@@ -255,8 +214,9 @@ def test_a_cache_that_is_small_limits_the_length(tied, make_engine, capsys):
 def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
     engines = ("local", "vllm")
     local, vllm = (learn(tmp_path, tied, name, "actor.correction=none") for name in engines)
-    # Rounding may move a draw, and what follows it has another context.
-    assert vllm == pytest.approx(local, abs=0.05)
+    # A step has 32 samples with a standard deviation of about 0.3. The runs diverge later, but
+    # their first steps agree within this noise.
+    assert abs(local[0] - vllm[0]) < 0.15
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
