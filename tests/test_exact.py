@@ -294,8 +294,8 @@ def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype
     results, rows = [], []
     for has_constant_shapes in (True, False):
         engine = LocalEngine(settings)
-        assert not engine.has_constant_shapes
-        engine.has_constant_shapes = has_constant_shapes
+        assert not engine.shapes.constant
+        engine.shapes = replace(engine.shapes, constant=has_constant_shapes)
         decode = engine._decode
 
         def count_rows(tokens, positions, decode=decode):
@@ -371,7 +371,7 @@ def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkey
 
     monkeypatch.setattr(LocalEngine, "_pack_linear_layers", one_layer_sums_few_rows_otherwise)
     engine = LocalEngine(settings)
-    assert engine.has_constant_shapes
+    assert engine.shapes.constant
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""The linear layers of the embedded engine: packed weights on a CPU, and a trial of their rows."""
+"""The linear layers of the embedded engine: packed weights on a CPU, and the head."""
 
 from functools import partial
 from typing import Any
@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl2.attention.pages import MIN_ROWS, exact_factors, queries_are_independent
+from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.rounding import ceil_div
-
-STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 
 
 def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact: bool) -> None:
@@ -63,11 +61,11 @@ def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
     The rows of the weight serve as input.
     """
-    rows = _repeat_rows(weight, MIN_ROWS)
+    rows = repeat_rows(weight, MIN_ROWS)
     return torch.equal(linear(rows), F.linear(rows, weight, bias))
 
 
-def _repeat_rows(weight: Tensor, count: int) -> Tensor:
+def repeat_rows(weight: Tensor, count: int) -> Tensor:
     """The first `count` rows of the weight, from the first one on again if it has fewer."""
     return weight[:count].repeat(ceil_div(count, len(weight)), 1)[:count]
 
@@ -91,57 +89,3 @@ def _head_products(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tenso
         if "forward" in head.__dict__:  # packed
             return head(hidden)
         return hidden @ head.weight.to(dtype).T
-
-
-@torch.inference_mode()
-def rows_are_independent(
-    model: Any, head_dtype: torch.dtype, max_rows: int, max_prefill_rows: int
-) -> bool:
-    """Whether a row has the same bits however many rows are computed with it.
-
-    In a step of up to `max_rows`, all of whose sizes are tried, and in a prefill of up to
-    `max_prefill_rows`, of which some are. Attention and linear layers are tried, one of each shape.
-    Other modules with weights in matrices, such as experts, are not tried: a model that has some is
-    not independent.
-    """
-    head = model.get_output_embeddings()
-    linear_layers = {}  # by shape
-    tried = set()
-    for module in model.modules():
-        if type(module) in (nn.Linear, nn.Embedding):
-            tried.add(id(module.weight))
-        if type(module) is nn.Linear:
-            linear_layers[module.weight.shape] = module
-    for weight in model.parameters():
-        if weight.ndim > 1 and id(weight) not in tried:
-            return False
-    if not queries_are_independent(model.get_input_embeddings().weight.dtype):
-        return False
-    steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
-    sizes = [*steps, *_prefill_sizes(max_rows, max_prefill_rows)]
-    for layer in linear_layers.values():
-        compute = partial(head_logits, head, dtype=head_dtype) if layer is head else layer
-        # A prefill has no logits.
-        if not _is_independent(compute, layer.weight, steps if layer is head else sizes):
-            return False
-    return True
-
-
-def _prefill_sizes(smallest: int, largest: int) -> list[int]:
-    """Numbers of rows from `smallest` to `largest`, each about twice the one before."""
-    sizes = [largest]
-    while sizes[-1] > 2 * smallest:
-        sizes.append(sizes[-1] // 2 // STEP_ROWS_MULTIPLE * STEP_ROWS_MULTIPLE)
-    return sizes
-
-
-def _is_independent(compute: Any, weight: Tensor, sizes: list[int]) -> bool:
-    """Whether these numbers of rows give the same bits. The rows of the weight are the input."""
-    largest = max(sizes)
-    rows = _repeat_rows(weight, largest)
-    expected = compute(rows)
-    return all(
-        torch.equal(compute(rows[:num_rows]), expected[:num_rows])
-        for num_rows in sizes
-        if num_rows < largest
-    )

@@ -6,12 +6,7 @@ every step feeds one token of every slot and samples the next one. A slot is fil
 next step once its request has ended. Recurrent layers have states in the place of keys and values,
 see states.py.
 
-Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on
-how many rows and keys share its call, but not on their values. With `deterministic` every call has
-a constant shape: all slots decode in every step, busy or not; attention runs page by page; and each
-prompt is prefilled alone. Tokens and log-probabilities of a request are then bit-equal whatever
-else is in flight. With `exact`, where a trial shows that the number of rows changes no bit, the
-busy slots alone decode, and several prompts are prefilled at a time.
+Which bits are equal follows from the shapes of its calls, see shapes.py.
 """
 
 import asyncio
@@ -27,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from rl2.attention.pages import MIN_ROWS
 from rl2.engine.base import (
     Engine,
     EngineSettings,
@@ -40,14 +34,9 @@ from rl2.engine.base import (
     pair_weights,
 )
 from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttention, PromptKV
-from rl2.engine.linear import (
-    STEP_ROWS_MULTIPLE,
-    head_logits,
-    pack_linear_layers,
-    rows_are_independent,
-    unpack_linear_layers,
-)
+from rl2.engine.linear import head_logits, pack_linear_layers, unpack_linear_layers
 from rl2.engine.sampler import sample_rows, uniform_noise
+from rl2.engine.shapes import choose_shapes
 from rl2.engine.states import (
     PrefillStates,
     PromptStates,
@@ -63,9 +52,7 @@ from rl2.model.moe import Routing
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import language_model_class
 from rl2.model.weight_files import read_weights
-from rl2.rounding import round_up
 
-PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
 MIN_SHARED_TOKENS = 8  # a shorter common beginning of prompts is not worth a call of its own
 
 
@@ -159,7 +146,6 @@ class LocalEngine(Engine):
         self.index = settings.rank
         self.count = settings.world_size
         self.max_running_requests = settings.max_running_requests
-        self.deterministic = settings.deterministic
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
@@ -176,6 +162,8 @@ class LocalEngine(Engine):
         check_cache(self.recurrent)
         bound_time_steps(self.recurrent)
         self.exact = settings.exact and not self.recurrent  # see TokenModel
+        self._pack_linear_layers()
+        self.shapes = choose_shapes(settings, self.model, self.head_dtype, self.exact)
         self.routing: Routing | None = None
         if settings.with_experts:
             self.routing = Routing(settings.model_name, self.model)
@@ -195,16 +183,10 @@ class LocalEngine(Engine):
         self.asleep = False
         self.freed: list[tuple[torch.UntypedStorage, int]] = []  # memory of weights, while asleep
         self._task: asyncio.Task[None] | None = None
-        self._pack_linear_layers()
         trial = _Prompt((0, 0))
         self._prefill([trial])  # ValueError for attention that the cache does not know
         self.example_states = trial.states
         self.states = self._new_states()
-        self.has_constant_shapes = self.deterministic
-        if self.exact:
-            self.has_constant_shapes = not rows_are_independent(
-                self.model, self.head_dtype, self.max_running_requests, PREFILL_BATCH_TOKENS
-            )
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -351,10 +333,9 @@ class LocalEngine(Engine):
         return any(self.slots)
 
     def _new_cache(self) -> KVCache:
-        """An empty cache. Pages cost a GPU many kernels a layer, but give equal bits."""
-        if self.device.type == "cpu" or self.deterministic:
-            return PagedKVCache(self.max_running_requests)
-        return DenseKVCache(self.max_running_requests)
+        """An empty cache."""
+        kind = PagedKVCache if self.shapes.paged else DenseKVCache
+        return kind(self.max_running_requests)
 
     def _new_states(self) -> SlotStates:
         """No states yet."""
@@ -383,8 +364,8 @@ class LocalEngine(Engine):
         return admitted
 
     def _prefill_batches(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
-        """The prompts of each forward: one with constant shapes, else PREFILL_BATCH_TOKENS."""
-        limit = 0 if self.has_constant_shapes else PREFILL_BATCH_TOKENS
+        """The prompts of each forward."""
+        limit = self.shapes.prefill_limit()
         batches: list[list[_Prompt]] = []
         for prompt in prompts:
             if not batches or sum(len(p.tokens) for p in [*batches[-1], prompt]) > limit:
@@ -424,24 +405,15 @@ class LocalEngine(Engine):
                 prompt.experts = torch.cat([experts[:num_shared], experts[start:end]])
 
     def _lay_out(self, prompts: list[_Prompt], num_shared: int) -> tuple[list[int], list[int]]:
-        """(tokens, positions) of a prefill: the shared ones, then the rest of each prompt.
-
-        In an exact engine padding follows, up to a number of rows whose bits are known to be right.
-        """
+        """(tokens, positions) of a prefill: the shared ones, the rest of each prompt, padding."""
         tokens = list(prompts[0].tokens[:num_shared])
         positions = list(range(num_shared))
         for prompt in prompts:
             rest = prompt.tokens[num_shared:-1]
             tokens += rest
             positions += range(num_shared, num_shared + len(rest))
-        if self.exact:
-            num_rows = max(MIN_ROWS, len(tokens))
-            if len(prompts) > 1:  # such numbers were tried, see rows_are_independent
-                num_rows = round_up(num_rows, STEP_ROWS_MULTIPLE)
-            padding = [0] * (num_rows - len(tokens))
-            tokens += padding
-            positions += padding
-        return tokens, positions
+        padding = [0] * (self.shapes.prefill_rows(len(tokens), len(prompts)) - len(tokens))
+        return tokens + padding, positions + padding
 
     def _num_shared(self, prompts: list[_Prompt]) -> int:
         """How many tokens that all prompts begin with are computed once.
@@ -494,13 +466,8 @@ class LocalEngine(Engine):
 
         If free slots need not be decoded, busy ones move to the front.
         """
-        if self.has_constant_shapes:
-            return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
-        num_rows = round_up(len(busy), STEP_ROWS_MULTIPLE)
-        if self.exact:
-            num_rows = max(num_rows, MIN_ROWS)
-        num_rows = min(num_rows, self.max_running_requests)
+        num_rows = self.shapes.step_rows(len(busy))
         free = [slot for slot in range(num_rows) if self.slots[slot] is None]
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
         for source, target in zip(outside, free, strict=False):
