@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import ENGINES, choose_engine
-from rl2.engine import cache, linear, sglang
+from rl2.engine import linear, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
-from rl2.engine.sampler import sample
+from rl2.engine.sampler import sample_rows
 from rl2.engine.select import default_max_running
 from rl2.engine.vllm_start import engine_arguments
+from rl2.worker import Worker
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -184,7 +185,7 @@ def test_greedy_tokens_equal_those_of_model_generate(name, deterministic):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_of_gpus_gives_the_answers_of_the_paged_one(name, dtype, monkeypatch):
     """Here on a CPU. Slots move to the front, and the cache grows, while requests end."""
-    monkeypatch.setattr(cache, "GROWTH_TOKENS", PAGE_SIZE_TOKENS)
+    monkeypatch.setattr(DenseKVCache, "growth", PAGE_SIZE_TOKENS)
     prompts = make_prompts(24) + [[5] * 70]
     params = {"max_new_tokens": 75, "stop_token_ids": (10, 11), "temperature": 1.0}
     answers = []
@@ -562,8 +563,8 @@ def test_an_impossible_request_is_refused(llama, prompt, params, message):
 def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1, with_candidates=False):
     """A token of one row of logits for each noise."""
     num = len(noise)
-    settings = (temperature, top_p, top_k, with_candidates)
-    return sample(logits.expand(num, -1), noise, *(torch.full((num,), x) for x in settings))
+    params = SamplingParams(temperature, top_p, top_k, with_candidates=with_candidates)
+    return sample_rows(logits.expand(num, -1), noise.tolist(), [params] * num)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000])

@@ -81,6 +81,10 @@ class ScoreOptions(NamedTuple):
 class KVCache(ABC):
     """Keys and values of all slots, and the attention of one new token a slot over them."""
 
+    slot_dim: int  # of the tensors of a layer: which slot
+    key_dim: int  # which key, or which page
+    growth: int  # by how many of them it grows at a time
+
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self.layers: dict[int, list[Tensor]] = {}  # layer -> keys, values
@@ -152,8 +156,28 @@ class KVCache(ABC):
         """Writes a prompt's keys and values into each of `slots`, from position 0."""
 
     @abstractmethod
+    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
+        """New keys and values of all slots. `like`: keys and values, [..., G, *, D].
+
+        Masked values are multiplied by a probability of 0, so they must be finite.
+        """
+
     def move_slot(self, source: int, target: int) -> None:
         """Copies all keys and values of slot `source` to slot `target`."""
+        for keys_and_values in self.layers.values():
+            for tensor in keys_and_values:
+                tensor.select(self.slot_dim, target).copy_(tensor.select(self.slot_dim, source))
+
+    def _reserve(self, layer: int, like: list[Tensor], count: int) -> list[Tensor]:
+        """The layer's keys and values, with room for at least `count` keys, or pages, of a slot."""
+        if layer not in self.layers:
+            self.layers[layer] = self._zeros(like, 0)
+        held = self.layers[layer]
+        missing = count - held[0].shape[self.key_dim]
+        if missing > 0:
+            new = self._zeros(like, round_up(missing, self.growth))
+            held[:] = [torch.cat(parts, self.key_dim) for parts in zip(held, new, strict=True)]
+        return held
 
 
 class PagedKVCache(KVCache):
@@ -162,6 +186,8 @@ class PagedKVCache(KVCache):
     A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
     and values [N, S, G, P, D]. N grows with the longest request.
     """
+
+    slot_dim, key_dim, growth = 1, 0, 1
 
     def begin_step(self, positions: Tensor, last_position: int) -> None:
         """Also finds the page of each new token."""
@@ -200,31 +226,9 @@ class PagedKVCache(KVCache):
                 new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
                 pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
 
-    def move_slot(self, source: int, target: int) -> None:
-        """See KVCache."""
-        for layer_pages in self.layers.values():
-            for pages in layer_pages:
-                pages[:, target] = pages[:, source]
-
-    def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
-        """The layer's pages of keys and of values, at least `num_pages` each.
-
-        `like`: keys and values, [..., G, *, D].
-        """
-        if layer not in self.layers:
-            self.layers[layer] = self._new_pages(0, *like)
-        pages = self.layers[layer]
-        num_missing = num_pages - len(pages[0])
-        if num_missing > 0:
-            missing = self._new_pages(num_missing, *like)
-            pages[:] = [torch.cat(parts) for parts in zip(pages, missing, strict=True)]
-        return pages
-
-    def _new_pages(self, count: int, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Zeros of the two shapes.
-
-        Masked values are multiplied by a probability of 0, so they must be finite.
-        """
+    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
+        """Pages, see KVCache."""
+        key, value = like
         shape = (count, self.num_slots, key.shape[-3])
         keys = key.new_zeros(*shape, key.shape[-1], PAGE_SIZE_TOKENS)
         return [keys, value.new_zeros(*shape, PAGE_SIZE_TOKENS, value.shape[-1])]
@@ -236,6 +240,8 @@ class DenseKVCache(KVCache):
     A layer has keys and values [S, G, K, D]. K grows with the longest request, so the bits of a
     slot may depend on the other slots.
     """
+
+    slot_dim, key_dim, growth = 0, 2, GROWTH_TOKENS
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [n, G, K, D], see KVCache."""
@@ -274,27 +280,6 @@ class DenseKVCache(KVCache):
             for old, new in zip(reserved, keys_and_values, strict=True):
                 old[slots, :, :length] = new
 
-    def move_slot(self, source: int, target: int) -> None:
+    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
         """See KVCache."""
-        for keys_and_values in self.layers.values():
-            for tensor in keys_and_values:
-                tensor[target] = tensor[source]
-
-    def _reserve(self, layer: int, like: list[Tensor], num_keys: int) -> list[Tensor]:
-        """The layer's keys and values, with room for at least `num_keys` of each slot.
-
-        `like`: keys and values, [..., G, *, D]. New ones are 0: hidden values are multiplied by a
-        probability of 0, so they must be finite.
-        """
-        if layer not in self.layers:
-            self.layers[layer] = [self._zeros(tensor, 0) for tensor in like]
-        missing = num_keys - self.layers[layer][0].shape[2]
-        if missing > 0:
-            missing = round_up(missing, GROWTH_TOKENS)
-            self.layers[layer] = [
-                torch.cat([old, self._zeros(old, missing)], 2) for old in self.layers[layer]
-            ]
-        return self.layers[layer]
-
-    def _zeros(self, like: Tensor, num_keys: int) -> Tensor:
-        return like.new_zeros(self.num_slots, like.shape[-3], num_keys, like.shape[-1])
+        return [x.new_zeros(self.num_slots, x.shape[-3], count, x.shape[-1]) for x in like]

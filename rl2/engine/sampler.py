@@ -30,32 +30,18 @@ class Draws(NamedTuple):
 
 
 def sample_rows(logits: Tensor, noise: Sequence[float], params: Sequence[SamplingParams]) -> Draws:
-    """logits [n, V], noise and parameters of each row -> a token of each row, see `sample`."""
-    device = logits.device
-    return sample(
-        logits,
-        noise=torch.tensor(noise, dtype=torch.float64, device=device),
-        temperature=torch.tensor([float(p.temperature) for p in params], device=device),
-        top_p=torch.tensor([float(p.top_p) for p in params], device=device),
-        top_k=torch.tensor([p.top_k for p in params], device=device),
-        with_candidates=torch.tensor([p.with_candidates for p in params], device=device),
-    )
-
-
-def sample(
-    logits: Tensor,
-    noise: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    with_candidates: Tensor,
-) -> Draws:
-    """logits [n, V], uniform noise [n] float64, settings [n] -> a token of each row.
+    """logits [n, V], uniform noise and parameters of each row -> a token of each row.
 
     One pass of exp over the vocabulary serves both the draw and the log-probability. That is of the
     whole softmax, before top_p and top_k; in the rows of `with_candidates` it is among what these
     leave. Temperature 0 takes the most likely token. Diverged if the logits are not finite.
     """
+    device = logits.device
+    uniform = torch.tensor(noise, dtype=torch.float64, device=device)
+    temperature = torch.tensor([float(p.temperature) for p in params], device=device)
+    top_p = torch.tensor([float(p.top_p) for p in params], device=device)
+    top_k = torch.tensor([p.top_k for p in params], device=device)
+    with_candidates = torch.tensor([p.with_candidates for p in params], device=device)
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     softmax = BlockSoftmax.of(logits, temperature)
@@ -73,7 +59,7 @@ def sample(
             softmax = replace(
                 softmax, block_sums=softmax.block_sums.index_copy(0, told, block_sums[told])
             )
-    tokens = _draw(weights, block_sums, noise)
+    tokens = _draw(weights, block_sums, uniform)
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return Draws(tokens, softmax.logps(logits, tokens, temperature), candidates)
