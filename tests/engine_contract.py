@@ -205,8 +205,8 @@ def check_stop_tokens(generations, stop_ids):
         )
 
 
-def check_abort(engine, prompts, model):
-    """Aborts more requests than the engine runs at a time.
+def check_abort(engine, prompts, model, seconds):
+    """Aborts more requests than the engine runs at a time, after some seconds.
 
     Each request returns its tokens so far. A new request can continue them.
     """
@@ -216,7 +216,7 @@ def check_abort(engine, prompts, model):
     async def abort_all():
         calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts)]
         tasks = [asyncio.ensure_future(call) for call in calls]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(seconds)
         while not all(task.done() for task in tasks):
             engine.abort()
             await asyncio.sleep(0.05)
@@ -251,10 +251,11 @@ def check_other_weights(engine, actor, prompts, name):
     engine.verify_weights(full_weights(actor), actor.version)
 
 
-def check_contract(engine, settings, actor, package):
+def check_contract(engine, settings, actor, package, seconds_to_abort=0.5):
     """Checks the whole contract of a new engine of `package`, with float32 weights of `actor`.
 
-    All ranks call. If the settings have stop strings, these are checked too.
+    `seconds_to_abort` are more than a prompt takes and less than 300 tokens. All ranks call. If the
+    settings have stop strings, these are checked too.
     """
     check_attributes(engine, settings)
     check_verification(engine, actor, package)
@@ -269,7 +270,7 @@ def check_contract(engine, settings, actor, package):
         check_refused(engine, [], "no tokens", max_new_tokens=1)
         check_refused(engine, [98], "vocabulary", max_new_tokens=1)
         check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
-        check_abort(engine, prompts, model)
+        check_abort(engine, prompts, model, seconds_to_abort)
     if settings.stop:
         check_stop_strings(engine, prompts, make_tokenizer())
     check_other_weights(engine, actor, prompts, settings.model_name)

@@ -7,13 +7,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 from common import make_model, make_tokenizer
-from engine_contract import (
-    check_attributes,
-    check_signatures,
-    check_stop_strings,
-    plain_logps,
-    play,
-)
+from engine_contract import check_contract, check_signatures, play
+from parity import worker_config
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
@@ -119,31 +114,19 @@ def test_every_engine_has_the_verbs_of_the_protocol(kind):
     check_signatures(pkgutil.resolve_name(ENGINES[kind]))
 
 
-def test_the_attributes_of_the_protocol(llama):
-    settings = EngineSettings(
-        model_name=llama,
-        dtype=torch.float32,
-        device=CPU,
-        max_running_requests=3,
-        rank=2,
-        world_size=4,
-    )
-    engine = LocalEngine(settings)
-    check_attributes(engine, settings)
-    assert (engine.index, engine.count) == (2, 4)
-    engine.close()
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logps_equal_those_of_transformers(name, deterministic, temperature):
-    engine = make_engine(name, max_running_requests=5, deterministic=deterministic)
-    model = AutoModelForCausalLM.from_pretrained(name)
-    prompts = [*make_prompts(12), [5]]
-    generations = play(engine, prompts, temperature=temperature, max_new_tokens=90)
-    for prompt, out in zip(prompts, generations, strict=True):
-        expected = plain_logps(model, prompt, out.tokens, temperature)
-        torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
+def test_the_contract(device, name, deterministic):
+    settings = EngineSettings(
+        name,
+        torch.float32,
+        CPU,
+        max_running_requests=5,
+        deterministic=deterministic,
+        stop=["some"],
+    )
+    actor = Worker(worker_config(name, lr=0.05, max_grad_norm=1.0), device, num_updates=8)
+    engine = LocalEngine(settings)
+    check_contract(engine, settings, actor, "the engine", seconds_to_abort=0.1)
     engine.close()
 
 
@@ -162,23 +145,6 @@ def test_the_logits_are_fp32_whatever_the_dtype(llama, monkeypatch, packed):
     engine = make_engine(llama, torch.bfloat16, head_dtype=torch.bfloat16)
     head = engine.model.get_output_embeddings()
     assert linear.head_logits(head, hidden, torch.bfloat16).dtype == torch.bfloat16
-    engine.close()
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_greedy_tokens_equal_those_of_model_generate(name, deterministic):
-    engine = make_engine(name, max_running_requests=3, deterministic=deterministic)
-    model = AutoModelForCausalLM.from_pretrained(name)
-    prompts = make_prompts(7)
-    greedy = play(engine, prompts, temperature=0.0, max_new_tokens=12, stop_token_ids=(2,))
-    for prompt, out in zip(prompts, greedy, strict=True):
-        tokens = torch.tensor([prompt])
-        expected = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=12
-        )
-        assert out.tokens == expected[0, len(prompt) :].tolist()
-    with_top_k = play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)
-    assert with_top_k[0].tokens[:3] == greedy[0].tokens[:3]
     engine.close()
 
 
@@ -240,24 +206,6 @@ def test_an_engine_decodes_as_many_sequences_as_its_device_likes(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     assert default_max_running(name, torch.device(device)) == expected
-
-
-def test_a_stop_token_ends_the_answer_and_is_its_last_token(llama):
-    engine = make_engine(llama)
-    prompts = make_prompts(40, 10)
-    stops = tuple(range(3, 40))
-    for out in play(engine, prompts, max_new_tokens=6, stop_token_ids=stops):
-        stopped = out.tokens[-1] in stops
-        assert out.finish_reason == ("stop" if stopped else "length")
-        assert stopped or len(out.tokens) == 6
-        assert not set(out.tokens[:-1]) & set(stops) and len(out.logps) == len(out.tokens)
-    engine.close()
-
-
-def test_stop_strings_end_greedy_answers(llama):
-    engine = make_engine(llama, max_running_requests=3, stop=["any text"])
-    check_stop_strings(engine, make_prompts(6), make_tokenizer())
-    engine.close()
 
 
 def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llama):
@@ -377,23 +325,6 @@ def test_what_prompts_begin_with_is_computed_once(name, dtype):
         if dtype == torch.float32:
             assert alone.tokens == answer.tokens
     engine.close()
-
-
-def test_load_weights_changes_the_answers_and_the_version(name, tmp_path):
-    family = name.rsplit("/", 1)[1]
-    new_name = make_model(tmp_path / "new", family, dict(FAMILIES)[family], seed=1)
-    engine = make_engine(name)
-    fresh = make_engine(new_name)
-    prompts = make_prompts(5)
-    before = play(engine, prompts, max_new_tokens=8)
-    expected = play(fresh, prompts, max_new_tokens=8)
-    model = AutoModelForCausalLM.from_pretrained(new_name)
-    engine.load_weights(model.named_parameters(), 7)  # named_parameters gives a tied head once
-    after = play(engine, prompts, max_new_tokens=8)
-    assert to_tuples(after) == to_tuples(expected) != to_tuples(before)
-    assert {out.version for out in before} == {0} and {out.version for out in after} == {7}
-    engine.close()
-    fresh.close()
 
 
 def test_buffers_that_are_saved_are_weights(tmp_path):
