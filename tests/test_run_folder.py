@@ -888,7 +888,6 @@ def test_ranks_that_differ_are_named(tmp_path, model):
     """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
     done = launch(2, "tests/agreement.py", model, tmp_path)
     lines = done.stdout.splitlines()
-    folder = tmp_path / "0/runs/default"
     assert f"rank 1 on {socket.gethostname()} does not see {tmp_path}/1/runs/default" in lines[0]
     assert "need trainer.save_dir in a folder that they share" in lines[0]
     start = f"rank 1 on {socket.gethostname()} differs from rank 0 on {socket.gethostname()} in "
