@@ -165,34 +165,3 @@ def test_errors_reach_the_client_of_anthropic_in_its_own_form(tmp_path):
     """
     (trajectory,), player = play(tmp_path, ["b"], env)
     assert trajectory.rewards == {"run": 1.0}, player.failures.last
-
-
-MIXED = """
-    import anthropic, openai
-    async def run(row, base_url, model, api_key):
-        one = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        other = anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key)
-        async with one, other:
-            history = [{"role": "user", "content": "a"}]
-            answer = await one.chat.completions.create(model=model, messages=history)
-            history += [{"role": "assistant", "content": answer.choices[0].message.content}]
-            history += [{"role": "user", "content": "b"}]
-            answer = await other.messages.create(model=model, messages=history, max_tokens=9)
-            # a sub-agent with a system prompt, and then a compaction
-            await other.messages.create(
-                model=model, system="be short", messages=history, max_tokens=9)
-            short = [{"role": "user", "content": "summary, then c"}]
-            answer = await one.chat.completions.create(model=model, messages=short)
-            short += [answer.choices[0].message, {"role": "user", "content": "d"}]
-            await one.chat.completions.create(model=model, messages=short)
-"""
-
-
-def test_protocols_may_be_mixed_and_other_histories_are_sequences_of_their_own(tmp_path):
-    pytest.importorskip("anthropic")
-    pytest.importorskip("openai")
-    (trajectory,), player = play(tmp_path, list("12345"), run_env(MIXED), max_turns=5)
-    texts = [trained_text(player, sample) for sample in trajectory.samples]
-    assert texts == ["1<|im_end|>2<|im_end|>", "3<|im_end|>", "4<|im_end|>5<|im_end|>"], (
-        player.failures.last
-    )

@@ -20,8 +20,6 @@ from rl2.rollout.generate import make_generate
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory, TurnInfo
 
-CONNECTIONS_PER_AGENT = 16  # on average, of all that may run at a time
-
 
 @dataclass
 class AgentPlayer(Player):
@@ -31,11 +29,9 @@ class AgentPlayer(Player):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_agents = sum(env.concurrency for env in self.envs.values() if env.spec.run)
-        max_connections = CONNECTIONS_PER_AGENT * num_agents
         self.endpoint: Endpoint | None = None
-        if num_agents:
-            self.endpoint = Endpoint(self.engine.loop, self.endpoint_host, max_connections)
+        if any(env.spec.run for env in self.envs.values()):
+            self.endpoint = Endpoint(self.engine.loop, self.endpoint_host)
 
     async def _play_turn(
         self, trajectory: Trajectory, params: SamplingParams, seed: Seed, key: Hashable
@@ -51,7 +47,7 @@ class AgentPlayer(Player):
         finally:
             await session.end_requests()
             if self.endpoint and address:
-                await self.endpoint.close(address)
+                self.endpoint.close(address)
         last_turn = session.close()
         failure = session.failure.result() if session.failure.done() else None
         if isinstance(failure, RequestError):
@@ -81,7 +77,7 @@ class AgentPlayer(Player):
             inputs = {"generate": make_generate(session, self.engine.loop)}
         agent = asyncio.ensure_future(env.run_agent(session.trajectory.row, key, inputs))
         session.failure.add_done_callback(lambda _: agent.cancel())
-        [result] = await self.call(asyncio.gather(agent, return_exceptions=True))
+        [result] = await asyncio.gather(agent, return_exceptions=True)
         return result
 
 

@@ -26,8 +26,6 @@ from rl2.rollout.dialects.form import (
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory, TurnInfo, begin_sample
 
-CHARACTERS_PER_TOKEN = 8  # more than texts have on average
-
 
 @dataclass
 class Conversation(Trajectory):
@@ -69,7 +67,11 @@ class AgentSession:
         try:
             self.check_may_ask()
             base, conversation = self.extend(request)
-            params = self.limit(conversation, self.params, request.max_tokens)
+            params = self.params
+            if request.max_tokens:
+                most = min(params.max_new_tokens, request.max_tokens)
+                params = replace(params, max_new_tokens=most)
+            params = self.limit(conversation, params)
         except MALFORMED as error:
             raise malformed_error(error) from error
         with self.ending_at_failure():
@@ -122,18 +124,12 @@ class AgentSession:
         if self.num_requests >= self.player.max_turns:
             raise self._limit_error()
 
-    def limit(
-        self, conversation: Conversation, params: SamplingParams, max_new_tokens: int | None
-    ) -> SamplingParams:
-        """The parameters with at most so many new tokens as asked for, and as have room.
-
-        ValueError if there is no room.
-        """
+    def limit(self, conversation: Conversation, params: SamplingParams) -> SamplingParams:
+        """The parameters with at most so many new tokens as have room. ValueError if none has."""
         room = self.player.max_length - len(conversation.samples[-1].tokens)
         if room < 1:
             raise self._limit_error()
-        most = min(params.max_new_tokens, room, max_new_tokens or room)
-        return replace(params, max_new_tokens=most)
+        return replace(params, max_new_tokens=min(params.max_new_tokens, room))
 
     def extend(self, request: ChatRequest) -> tuple[Conversation | None, Conversation]:
         """(the conversation that the request extends, that with its messages)."""
@@ -144,27 +140,13 @@ class AgentSession:
         if base:
             conversation = deepcopy(base)  # the request may be cancelled
             new = messages[len(base.known) :]
-            self._check_length("".join(message["content"] for message in new))
             if not player.append_messages(conversation, base.num_sampled, new, max_new_tokens=1):
                 raise self._limit_error()
         else:
-            if len(messages) > player.max_length:
-                raise self._limit_error()
-            self._check_length(player.template.render(messages, tools))
             conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
         return base, conversation
-
-    def _check_length(self, text: str) -> None:
-        """ValueError if a text surely has too many tokens, judged by its beginning.
-
-        The engine waits while a text is tokenised, so one of megabytes may not be.
-        """
-        template, limit = self.player.template, self.player.max_length
-        beginning = text[: limit * CHARACTERS_PER_TOKEN]
-        if len(beginning) < len(text) and len(template.tokenize(beginning)) > limit:
-            raise self._limit_error()
 
     def _limit_error(self) -> ValueError:
         """The limit that a request has met: of requests, or else of tokens."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import socket
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
+from aiohttp import web
+
 from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
-from rl2.rollout.dialects import DIALECTS, Dialect
+from rl2.rollout.dialects import DIALECTS
 from rl2.rollout.dialects.form import (
     MALFORMED,
     MODEL,
@@ -24,26 +27,14 @@ from rl2.rollout.dialects.form import (
     openai_error,
     parse_body,
 )
-from rl2.rollout.http import MAX_BODY_BYTES, HttpServer, Request, Response
 
 LOCAL_HOST = "127.0.0.1"
+MAX_BODY_BYTES = 2**22  # of a request
+IDLE_SECONDS = 600.0  # from one answer to the next request, on a connection that is kept
+SILENT = logging.Logger(__name__, logging.CRITICAL)  # aiohttp logs what was sent, and paths
 MODELS = {
     "object": "list",
-    "data": [
-        {
-            "id": MODEL,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rl2",
-            # as Anthropic has it
-            "type": "model",
-            "display_name": MODEL,
-            "created_at": "1970-01-01T00:00:00Z",
-        }
-    ],
-    "has_more": False,
-    "first_id": MODEL,
-    "last_id": MODEL,
+    "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rl2"}],
 }
 
 
@@ -70,20 +61,34 @@ class Address:
 class Endpoint:
     """A server on a free port of `host`, which is an address of this machine or one like 0.0.0.0.
 
-    On this machine alone, the key may also be that of the environment, in which clients look for
-    it: the addresses are secrets. With another host only the key of the address is good.
+    It runs on `loop`. The request of a client that leaves is cancelled. On this machine alone, the
+    key may also be that of the environment, in which clients look for it: the addresses are
+    secrets. With another host only the key of the address is good.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, host: str, max_connections: int):
+    def __init__(self, loop: asyncio.AbstractEventLoop, host: str):
         """OSError if `host` is no address of this machine."""
         self.addresses: dict[str, Address] = {}  # by their secret
         self.shared_key = None if is_exposed(host) else os.environ.get(API_KEY)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_SECONDS,
+            logger=SILENT,
+            access_log=None,
+        )
         try:
-            self._server = HttpServer(loop, host, max_connections, self._answer, self._refuse)
+            loop.run_until_complete(self._start(host))
+            self._origin = f"http://{_reachable_host(host)}:{self._runner.addresses[0][1]}"
         except OSError as error:
             reason = f"rollout.endpoint_host={host}: this machine cannot serve there: {error}"
             raise OSError(reason) from error
-        self._origin = f"http://{_reachable_host(host)}:{self._server.port}"
+
+    async def _start(self, host: str) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port=0).start()
 
     def open(
         self, complete: Callable[[ChatRequest], Awaitable[ChatAnswer]], params: SamplingParams
@@ -93,64 +98,61 @@ class Endpoint:
         self.addresses[address.secret] = address
         return address
 
-    async def close(self, address: Address) -> None:
+    def close(self, address: Address) -> None:
         """The address is not served any more. No request for it may be under way."""
         del self.addresses[address.secret]
-        if not self.addresses:  # before, other agents may share connections with this one
-            await self._server.close_connections()
+        server = self._runner.server
+        if server and not self.addresses:  # before, other agents may share connections with it
+            server.pre_shutdown()  # closes the connections that are kept; new ones may come
 
-    def _refuse(self, request: Request) -> Response | None:
-        """What answers a request without a right address and key, whatever its body."""
+    async def _answer(self, request: web.Request) -> web.Response:
+        # Clients of Anthropic add "v1/" themselves, to whatever they have been given.
+        secret, _, rest = request.path[1:].partition("/v1/")
+        path = rest.removeprefix("v1/")
+        address = self.addresses.get(secret)
+        dialect = DIALECTS.get(path) if request.method == "POST" else None
         try:
-            self._find(request)
-        except RequestError as error:
-            return self._to_error(error, request)
-        return None
-
-    async def _answer(self, request: Request) -> Response:
-        dialect = _find_dialect(request)
-        try:
-            address = self._find(request)
+            is_served = dialect or (request.method, path) == ("GET", "models")
+            if address is None or not is_served:
+                text = f"/v1/{path} is not served, or `run` has ended"
+                raise RequestError(404, explain_dropped(f"/v1/{path}") or text)
+            self._check_key(address, request)  # before the body is read
             if dialect is None:
-                return _to_json(200, MODELS)
-            if request.body is None:
-                raise RequestError(413, f"a request may have {MAX_BODY_BYTES} bytes")
+                return web.json_response(MODELS)
+            body = await _read_body(request)
             try:
-                body = parse_body(request.body)
                 chat = dialect.read(body, address.params)
             except MALFORMED as error:
                 raise malformed_error(error) from error
-            whole = dialect.write(await address.complete(chat), body)
+            whole = dialect.write(await address.complete(chat))
         except RequestError as error:
-            return self._to_error(error, request)
-        if body.get("stream"):
-            events = map(_encode_event, dialect.stream(whole, body))
-            return Response(200, "text/event-stream", b"".join(events))
-        return _to_json(200, whole)
+            if address:
+                address.refusal = error.reason
+            write_error = dialect.write_error if dialect else openai_error
+            return web.json_response(write_error(error.status, error.reason), status=error.status)
+        if not body.get("stream"):
+            return web.json_response(whole)
+        events = "".join(map(_encode_event, dialect.stream(whole)))
+        return web.Response(text=events, content_type="text/event-stream")
 
-    def _to_error(self, error: RequestError, request: Request) -> Response:
-        """The refusal of a request, in its dialect. The address remembers it."""
-        secret, _ = _split(request.path)
-        if address := self.addresses.get(secret):
-            address.refusal = error.reason
-        dialect = _find_dialect(request)
-        write_error = dialect.write_error if dialect else openai_error
-        return _to_json(error.status, write_error(error.status, error.reason))
-
-    def _find(self, request: Request) -> Address:
-        """The address that a request is for. RequestError if it may not ask, or not for that."""
-        secret, path = _split(request.path)
-        address = self.addresses.get(secret)
-        is_served = _find_dialect(request) or (request.method, path) == ("GET", "models")
-        if address is None or not is_served:
-            text = f"/v1/{path} is not served, or `run` has ended"
-            raise RequestError(404, explain_dropped(f"/v1/{path}") or text)
+    def _check_key(self, address: Address, request: web.Request) -> None:
+        """RequestError unless the request has a key that is good for the address."""
         authorization = request.headers.get("Authorization", "")
         given = request.headers.get("X-Api-Key") or authorization.removeprefix("Bearer ")
         for key in filter(None, (address.api_key, self.shared_key)):
             if secrets.compare_digest(given.encode(errors="replace"), key.encode()):
-                return address
+                return
         raise RequestError(401, "wrong API key: `run` may ask for the argument api_key")
+
+
+async def _read_body(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request. RequestError if it has none, or is too large."""
+    try:
+        return parse_body(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RequestError(413, f"a request may have {MAX_BODY_BYTES} bytes") from error
+    except MALFORMED as error:
+        raise malformed_error(error) from error
 
 
 def is_exposed(host: str) -> bool:
@@ -165,41 +167,17 @@ def is_exposed(host: str) -> bool:
 
 def _reachable_host(host: str) -> str:
     """The host of URLs. That of all interfaces becomes the address that others see."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    is_v6 = address.version == 6
-    if address.is_unspecified:
-        # Nothing is sent to these addresses of documentation: they choose an interface.
-        family, other = (socket.AF_INET6, "2001:db8::1") if is_v6 else (socket.AF_INET, "192.0.2.1")
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((other, 9))
-            except OSError:  # this machine has no network
-                return socket.gethostname()
-            host = probe.getsockname()[0]
-    return f"[{host}]" if is_v6 else host
+    if host in ("0.0.0.0", "::"):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent to this address of documentation: it chooses an interface.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+    return f"[{host}]" if ":" in host else host
 
 
-def _split(path: str) -> tuple[str, str]:
-    """(the secret, what stands behind /v1/) in the path of a request."""
-    secret, _, rest = path[1:].partition("/v1/")
-    # Clients of Anthropic add "v1/" themselves, to whatever they have been given.
-    return secret, rest.removeprefix("v1/")
-
-
-def _find_dialect(request: Request) -> Dialect | None:
-    return DIALECTS.get(_split(request.path)[1]) if request.method == "POST" else None
-
-
-def _to_json(status: int, answer: dict[str, Any]) -> Response:
-    return Response(status, "application/json", json.dumps(answer).encode())
-
-
-def _encode_event(event: dict[str, Any] | str) -> bytes:
+def _encode_event(event: dict[str, Any] | str) -> str:
     """An event of a stream. In the protocols that name events, the data has the name too."""
     if isinstance(event, str):
-        return f"data: {event}\n\n".encode()
+        return f"data: {event}\n\n"
     name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event)}\n\n".encode()
+    return f"{name}data: {json.dumps(event)}\n\n"

@@ -9,13 +9,14 @@
 """
 
 import asyncio
+import math
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl2.engine.base import SamplingParams
+from rl2.engine.base import SamplingParams, check_request
 from rl2.rollout.agent_session import AgentSession, Conversation
 from rl2.rollout.dialects.form import ChatRequest, read_stop
 from rl2.rollout.trajectory import append_tokens, begin_sample
@@ -70,13 +71,13 @@ def make_generate(
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         params = _read_params(session.params, options, stop, trained)
-        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
-            raise ValueError(f"max_new_tokens={max_new_tokens}, expected 1 or more")
+        if max_new_tokens is not None:
+            most = min(params.max_new_tokens, max_new_tokens)
+            params = replace(params, max_new_tokens=most)
         if isinstance(prompt, str):
             raise ValueError(f"prompt={prompt!r:.80}, expected messages or token ids, not a text")
-        # NumPy and PyTorch have tolist. The caller may change its own objects meanwhile.
-        own = prompt.tolist() if hasattr(prompt, "tolist") else deepcopy(list(prompt))
-        coroutine = _generate(session, own, deepcopy(tools), params, max_new_tokens, trained)
+        own = deepcopy(list(prompt))  # the caller may change its own objects meanwhile
+        coroutine = _generate(session, own, deepcopy(tools), params, trained)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
     return generate
@@ -97,12 +98,6 @@ def _read_params(
                 "for a reply that is not trained, add trained=False"
             )
     params = replace(own, **given)
-    if not params.temperature >= 0:
-        raise ValueError(f"temperature={params.temperature}, expected 0 or more")
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"top_p={params.top_p}, expected more than 0 and at most 1")
-    if type(params.top_k) is not int or (params.top_k < 1 and params.top_k != -1):
-        raise ValueError(f"top_k={params.top_k}, expected 1 or more, or -1 for all tokens")
     if stop is not None:
         params = replace(params, stop=read_stop(stop, own))
     return params if trained else replace(params, with_candidates=False)
@@ -113,18 +108,20 @@ async def _generate(
     prompt: list[Any],
     tools: list[dict[str, Any]] | None,
     params: SamplingParams,
-    max_new_tokens: int | None,
     trained: bool,
 ) -> Reply:
     """Samples a reply, on the loop of the engine."""
     session.check_may_ask()
-    if all(isinstance(message, dict) for message in prompt):
+    is_messages = all(isinstance(message, dict) for message in prompt)
+    vocabulary = session.player.template.last_token_id + 1
+    check_request([0] if is_messages else prompt, params, vocabulary, math.inf)
+    if is_messages:
         base, conversation = _begin_from_messages(session, prompt, tools)
     else:
         base, conversation = _begin_from_tokens(session, prompt)
         if tools:
             raise ValueError("tools: the chat template shows them to messages, not to token ids")
-    params = session.limit(conversation, params, max_new_tokens)
+    params = session.limit(conversation, params)
     with session.ending_at_failure():
         await session.sample(base, conversation, params)
     assert conversation.last_turn is not None
@@ -159,10 +156,6 @@ def _begin_from_tokens(
 ) -> tuple[Conversation | None, Conversation]:
     """(the conversation whose tokens these extend, that with these tokens)."""
     template, own = session.player.template, session.trajectory
-    last = template.last_token_id
-    for token_id in token_ids:
-        if type(token_id) is not int or not 0 <= token_id <= last:
-            raise ValueError(f"token id {token_id!r}, expected a whole number from 0 to {last}")
     bases = [
         conversation
         for conversation in session.conversations

@@ -15,12 +15,10 @@ class Dialect(Protocol):
     def read(self, body: dict[str, Any], params: SamplingParams) -> ChatRequest:
         """Returns what a request asks for. RequestError or one of MALFORMED if rl2 cannot do it."""
 
-    def write(self, answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the answer to the request `body` as one JSON object."""
+    def write(self, answer: ChatAnswer) -> dict[str, Any]:
+        """Returns the answer as one JSON object."""
 
-    def stream(
-        self, response: dict[str, Any], body: dict[str, Any]
-    ) -> Iterator[dict[str, Any] | str]:
+    def stream(self, response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         """Yields the data of the events in which a stream has the object that `write` returned."""
 
     def write_error(self, status: int, reason: str) -> dict[str, Any]:

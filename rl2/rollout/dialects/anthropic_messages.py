@@ -4,15 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from rl2.data.messages import join_parts
 from rl2.engine.base import SamplingParams
 from rl2.rollout.dialects.form import (
     MODEL,
     ChatAnswer,
     ChatRequest,
     check_fields,
-    join_turns,
     read_stop,
-    read_text,
     to_call,
 )
 
@@ -26,7 +25,6 @@ USED = (
     "max_tokens",
     "cache_control",
 )
-FIXED: dict[str, Any] = {"container": None, "mcp_servers": [], "output_format": None}
 ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -38,16 +36,14 @@ ERRORS = {
 def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
     choice = (body.get("tool_choice") or {}).get("type")
-    check_fields({**body, "tool_choice": choice}, USED, FIXED, params)
-    if (body.get("output_config") or {}).get("format"):
-        raise ValueError("output_config.format: only text is supported")
+    check_fields({**body, "tool_choice": choice}, USED, params)
     messages = []
-    if system := read_text(body.get("system")):
+    if system := _read_text(body.get("system")):
         messages.append({"role": "system", "content": system})
     for message in body["messages"]:
         messages += _read_message(message)
     return ChatRequest(
-        messages=join_turns(messages),
+        messages=messages,
         tools=[_read_tool(tool) for tool in body.get("tools") or []] or None,
         max_tokens=body["max_tokens"],
         stop=read_stop(body.get("stop_sequences"), params),
@@ -59,31 +55,28 @@ def _read_message(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         yield {"role": role, "content": content}
-    elif role == "assistant":
-        yield _read_turn(content)
-    else:
-        texts = []
-        for block in content:
-            if block["type"] != "tool_result":
-                texts.append(block)
-                continue
+        return
+    texts, calls = [], []
+    for block in content:
+        if block["type"] == "tool_result":
             if texts:
-                yield {"role": role, "content": read_text(texts)}
+                yield {"role": role, "content": _read_text(texts)}
                 texts = []
-            result = read_text(block.get("content"))
+            result = _read_text(block.get("content"))
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
-        if texts:
-            yield {"role": role, "content": read_text(texts)}
-
-
-def _read_turn(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a turn of the assistant."""
-    calls = [block for block in blocks if block["type"] == "tool_use"]
-    turn: dict[str, Any] = {"role": "assistant"}
-    turn["content"] = read_text([block for block in blocks if block["type"] != "tool_use"])
+        elif block["type"] == "tool_use":
+            calls.append(to_call(block["id"], block["name"], block["input"]))
+        else:
+            texts.append(block)
     if calls:
-        turn["tool_calls"] = [to_call(call["id"], call["name"], call["input"]) for call in calls]
-    return turn
+        yield {"role": role, "content": _read_text(texts), "tool_calls": calls}
+    elif texts:
+        yield {"role": role, "content": _read_text(texts)}
+
+
+def _read_text(content: Any) -> str:
+    """The text of a content: a text, or a list of blocks of text."""
+    return join_parts(content) if isinstance(content, list) else content or ""
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +88,7 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+def write(answer: ChatAnswer) -> dict[str, Any]:
     """Returns the answer as an object of the type `message`: a block of text, then the calls."""
     content: list[dict[str, Any]] = []
     if answer.text.strip() or not answer.calls:
@@ -127,7 +120,7 @@ def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def stream(response: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     """Yields the events of the blocks, between those of the beginning and the end."""
     usage = response["usage"]
     begun = {**response, "content": [], "stop_reason": None, "stop_sequence": None}

@@ -18,7 +18,7 @@ from rl2.rollout.dialects.form import (
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 USED = ("model", "messages", "tools", "stop", "stream", *LIMITS)
-FIXED = {"n": 1, "logprobs": False, "response_format": {"type": "text"}}
+MESSAGE_FIELDS = ("role", "name", "tool_call_id", "content", "tool_calls")
 
 write_error = openai_error
 
@@ -27,7 +27,7 @@ def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
     messages = [read_message(message) for message in body["messages"]]
     check_messages(messages)
-    check_fields(body, USED, FIXED, params)
+    check_fields(body, USED, params)
     limits = [body[name] for name in LIMITS if body.get(name)]
     return ChatRequest(
         messages=[_read_message(message) for message in messages],
@@ -38,20 +38,17 @@ def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
-    names = ("role", "name", "tool_call_id")
-    plain = {name: message[name] for name in names if message.get(name)}
-    plain["content"] = message.get("content", "")
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_read_call(call) for call in calls]
+    plain = {name: message[name] for name in MESSAGE_FIELDS if message.get(name)}
+    plain.setdefault("content", "")
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [
+            to_call(call.get("id"), call["function"]["name"], call["function"]["arguments"])
+            for call in calls
+        ]
     return plain
 
 
-def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return to_call(call.get("id"), function["name"], function["arguments"])
-
-
-def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+def write(answer: ChatAnswer) -> dict[str, Any]:
     """Returns the answer as an object of the type `chat.completion`."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     reason = "length" if answer.is_cut else "stop"
@@ -74,34 +71,15 @@ def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def stream(response: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
-    """Yields chunks: the role, the text, each call in two parts, the end, and the usage if asked.
-
-    Only the last chunk has the usage, and no choice.
-    """
-    options = body.get("stream_options") or {}
-    asks_usage = bool(options.get("include_usage"))
+def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """Yields two chunks: the whole message, then how it ended with the usage."""
     head = {name: response[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    if asks_usage:
-        head["usage"] = None
     [choice] = response["choices"]
-    for delta in _deltas(choice["message"]):
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    message = choice["message"]
+    calls = [{**call, "index": i} for i, call in enumerate(message.get("tool_calls", []))]
+    delta = {**message, "tool_calls": calls} if calls else message
+    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    yield {**head, "choices": [end]}
-    if asks_usage:
-        yield {**head, "choices": [], "usage": response["usage"]}
+    yield {**head, "choices": [end], "usage": response["usage"]}
     yield "[DONE]"
-
-
-def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": ""}
-    if message["content"]:
-        yield {"content": message["content"]}
-    for index, call in enumerate(message.get("tool_calls", [])):
-        function = call["function"]
-        start = {**call, "index": index, "function": {**function, "arguments": ""}}
-        yield {"tool_calls": [start]}
-        arguments = {"arguments": function["arguments"]}
-        yield {"tool_calls": [{"index": index, "function": arguments}]}

@@ -6,7 +6,7 @@ those of chat completions, and the arguments of calls are objects.
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,16 @@ WITHOUT_EFFECT = frozenset(
         "user",
     }
 )
+# Fields that would give the answer another form, and the one value that they may have.
+FIXED: dict[str, Any] = {
+    "n": 1,
+    "logprobs": False,
+    "response_format": {"type": "text"},
+    "container": None,
+    "mcp_servers": [],
+    "output_format": None,
+    "output_config": None,
+}
 
 
 class RequestError(Exception):
@@ -103,25 +113,20 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return request
 
 
-def check_fields(
-    body: dict[str, Any],
-    used: Collection[str],
-    fixed: Mapping[str, Any],
-    params: SamplingParams,
-) -> None:
-    """Refuses a model that there is not, and fields that cannot have another value.
+def check_fields(body: dict[str, Any], used: Collection[str], params: SamplingParams) -> None:
+    """Refuses a model that there is not, and fields that ask for an answer of another form.
 
-    `used` are the fields that have an effect, `fixed` those of one possible value. Any other field
-    is ignored with a warning, unless it says what holds anyway. RequestError or ValueError.
+    `used` are the fields that have an effect. Any other field is ignored with a warning, unless it
+    says what holds anyway. RequestError or ValueError.
     """
     if body.get("model") != MODEL:
         raise RequestError(404, f"model={body.get('model')!r}: there is {MODEL!r} only")
     for name in body.keys() - {*used} - WITHOUT_EFFECT:
         value = body[name]
-        if value in (None, "auto", fixed.get(name, getattr(params, name, None))):
+        if value in (None, "auto", FIXED.get(name, getattr(params, name, None))):
             continue
-        if name in fixed:
-            raise ValueError(f"{name}={value!r}: only {fixed[name]!r} is supported")
+        if name in FIXED:
+            raise ValueError(f"{name}={value!r}: only {FIXED[name]!r} is supported")
         text = f"{name} of agents is ignored: the run's own sampling parameters hold"
         warnings.warn(text, stacklevel=1)  # Python shows a text once
 
@@ -138,33 +143,6 @@ def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
             "rollout.test_sampling_params.stop, which hold for all turns"
         )
     return stops
-
-
-def read_text(content: Any) -> str:
-    """Returns the text of a content: a text, or a list of parts of the type `text`."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.get("type", "text") != "text":
-            raise ValueError(f"content of type {part['type']!r} is not supported, only text")
-    return "".join(part["text"] for part in content)
-
-
-def join_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages, with those of the assistant in a row as one.
-
-    Protocols have a message for each text and each call of a turn, or allow it.
-    """
-    joined: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] != "assistant" or not joined or joined[-1]["role"] != "assistant":
-            joined.append(message)
-            continue
-        turn = joined[-1]
-        turn["content"] += message["content"]
-        if calls := message.get("tool_calls"):
-            turn.setdefault("tool_calls", []).extend(calls)
-    return joined
 
 
 def to_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
