@@ -138,7 +138,7 @@ ONE_CALL = "{% for c in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}"
         ),
         (  # without line breaks
             "'<tool_call>' ~ (c.function | tojson | replace('\\\\n', ' ')) ~ '</tool_call>'",
-            "these arguments do not survive",
+            "that rl2 does not read: '<tool_call>",
         ),
         ("'<tool_call>' ~ (c.function | tojson) ~ '</tool_call>'", ""),
     ],

@@ -43,9 +43,8 @@ PROBE_SCHEMA = {
         },
     },
 }
-# The arguments that a template writes and rl2 has to read back: simple ones, and such as need care.
-SIMPLE = {"city": "Rome", "days": 3}
-DIFFICULT = {
+# The arguments that a template writes and rl2 has to read back.
+ARGUMENTS = {
     "city": "it's \"{'a': [1]}\", a <b> \\ and\nmore é",
     "days": -3,
     "share": 0.5,
@@ -72,7 +71,7 @@ class CallReader:
 
     def __post_init__(self) -> None:
         """Chooses what reads the calls, by what reads back those that the chat template writes."""
-        written = self._write_call(PROBE_TOOL, SIMPLE)
+        written = self._write_call(PROBE_TOOL, ARGUMENTS)
         if written is None:  # there is no call to try the response template with
             self.has_response_template = self._parse([], PLAIN_TURN) is not None
             if not self.has_response_template:
@@ -82,21 +81,16 @@ class CallReader:
                     "docs/environments.md lists"
                 )
             return
-        expected = [ToolCall(PROBE_TOOL, SIMPLE)]
+        expected = [ToolCall(PROBE_TOOL, ARGUMENTS)]
         self.syntax = self._find_syntax(written, expected)
         finds_no_call = self._parse([], PLAIN_TURN) == []
         self.has_response_template = finds_no_call and self._parse([], written) == expected
-        if self.has_response_template and self.syntax and self._find_lost_arguments():
-            self.has_response_template = False  # rl2 reads difficult arguments better
         if not self.syntax and not self.has_response_template:
             self._warn(
                 f"its chat template writes calls of tools that rl2 does not read: {written!r}. "
                 "Give its tokenizer a response_template (transformers), or set data.chat_template "
                 f"to a template that writes {SYNTAXES[0].form}"
             )
-        elif lost := self._find_lost_arguments():
-            values = ", ".join(repr(DIFFICULT[name]) for name in lost)
-            self._warn(f"these arguments do not survive its chat template: {values}")
 
     def read(self, prompt: Sequence[int], turn: str, tools: list[dict]) -> Found:
         """The calls in a turn that follows the tokens of the prompt."""
@@ -162,15 +156,6 @@ class CallReader:
                 form = example[place.start : place.end]
                 return replace(syntax, form=form or syntax.form)
         return LLAMA if find_bare_calls(written, tools) == expected else None
-
-    def _find_lost_arguments(self) -> list[str]:
-        """The names of the difficult arguments that are not read back as they were written."""
-        written = self._write_call(PROBE_TOOL, DIFFICULT)
-        if written is None:
-            return []
-        calls = self.read([], written, [PROBE_SCHEMA]).calls
-        read = calls[0].arguments if len(calls) == 1 else {}
-        return [name for name, value in DIFFICULT.items() if read.get(name) != value]
 
     def _warn(self, text: str) -> None:
         name = self.template.tokenizer.name_or_path or "the model"
