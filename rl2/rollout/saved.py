@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +79,6 @@ class SavedRollouts:
     run `needs_experts`.
     """
 
-    is_exhausted = False  # the first step comes again after the last
-
     def __init__(
         self,
         path: str,
@@ -117,8 +116,7 @@ class SavedRollouts:
         """Returns the trajectories of training step 1, 2, ..., on every process."""
         path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
         self.steps_done = step
-        trajectories = _read_trajectories(path)
-        saved = _read_tokens(path.with_suffix(".safetensors"))
+        trajectories, saved = _read_step(path)
         if saved["meaning"] != self.meaning:
             raise ValueError(
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
@@ -129,25 +127,10 @@ class SavedRollouts:
                 f"actor.routing_replay=true: {path} was sampled without it and has no experts; "
                 "leave it out, or use a run that had it"
             )
-        ends = saved["length"].cumsum()
-        columns = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
-        candidates = _split_candidates(saved, ends)
-        experts = _split_experts(saved)
-        for number, *arrays in zip(
-            saved["trajectory"].tolist(), *columns, *candidates, experts, strict=True
-        ):
-            tokens, mask, logps, rewards, counts, ids, chosen = arrays
-            if number not in trajectories:
-                raise ValueError(_describe_damage(path, f"it has no answer with the id {number}"))
-            trajectory = trajectories[number]
-            sample = Sample(
-                tokens, mask, logps, rewards, trajectory.group, number, counts, ids, chosen
-            )
-            trajectory.samples.append(sample)
         # The start model sampled the first step of any run, and is the actor of ours then.
         is_start_model = step == 1 and self.has_same_model
         self.clips_to_sampler = self.was_ahead or not (self.is_own or is_start_model)
-        return list(trajectories.values())
+        return trajectories
 
     @property
     def rows_done(self) -> int:
@@ -166,52 +149,43 @@ class SavedRollouts:
         self.steps_done = state["rows_done"]
 
 
-def _read_trajectories(path: Path) -> dict[int, Trajectory]:
-    """Reads the trajectories of a transcript, without samples, by id."""
-    trajectories = {}
-    # Only a line feed ends a line: texts may have other characters at which str.splitlines cuts.
-    with open(path, encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                trajectory = Trajectory.from_record(json.loads(line))
-            except KeyError as error:
-                raise ValueError(_describe_damage(path, f"line {number}: no {error}")) from error
-            except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(_describe_damage(path, f"line {number}: {error}")) from error
-            trajectories[trajectory.id] = trajectory
-    return trajectories
-
-
-def _read_tokens(path: Path) -> dict[str, np.ndarray]:
-    """Reads the columns that `pack_tokens` made."""
+def _read_step(path: Path) -> tuple[list[Trajectory], dict[str, np.ndarray]]:
+    """(the trajectories of a transcript with their samples, the columns that they are from)."""
     try:
-        saved = load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(_describe_damage(path, str(error))) from error
-    missing = {*COLUMNS, "length", "trajectory", "meaning"} - saved.keys()
-    if missing:
-        raise ValueError(_describe_damage(path, f"it has no {min(missing)}"))
-    return saved
+        # Only a line feed ends a line: texts may have others at which str.splitlines cuts.
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            trajectories = [Trajectory.from_record(json.loads(line)) for line in lines]
+        saved = load_file(path.with_suffix(".safetensors"))
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        for number, *columns in _split_columns(saved):
+            trajectory = by_id[number]
+            tokens, mask, logps, rewards, counts, ids, experts = columns
+            sample = Sample(
+                tokens, mask, logps, rewards, trajectory.group, number, counts, ids, experts
+            )
+            trajectory.samples.append(sample)
+        return trajectories, saved
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}, or the .safetensors file beside it, is damaged ({error!r}): restore it, or "
+            "give another run with trainer.save_tokens=true"
+        ) from error
 
 
-def _split_candidates(
-    saved: dict[str, np.ndarray], ends: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The candidate counts and ids of each sequence, which ends before token `ends` [sequences]."""
-    if "candidate_ids" not in saved:
-        none = [np.empty(0, np.int32)] * len(ends)
-        return none, none
-    counts, ids = saved["candidate_counts"], saved["candidate_ids"]
-    id_ends = np.concatenate([[0], counts.cumsum()])[ends]
-    return np.split(counts, ends)[:-1], np.split(ids, id_ends)[:-1]
-
-
-def _split_experts(saved: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
-    """`Sample.experts` of each sequence."""
-    if "experts" not in saved:
-        return [[] for _ in saved["length"]]
-    parts = np.split(saved["experts"], saved["expert_tokens"].cumsum())[:-1]
-    return [[part] for part in parts]
+def _split_columns(saved: dict[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
+    """Yields the trajectory and the columns of each sample of `pack_tokens`."""
+    ends = saved["length"].cumsum()
+    parts = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
+    none: list[Any] = [()] * len(ends)
+    counts, ids, experts = none, none, none
+    if "candidate_ids" in saved:
+        counts = np.split(saved["candidate_counts"], ends)[:-1]
+        id_ends = np.concatenate([[0], saved["candidate_counts"].cumsum()])[ends]
+        ids = np.split(saved["candidate_ids"], id_ends)[:-1]
+    if "experts" in saved:
+        chosen = np.split(saved["experts"], saved["expert_tokens"].cumsum())[:-1]
+        experts = [[part] for part in chosen]
+    yield from zip(saved["trajectory"].tolist(), *parts, counts, ids, experts, strict=True)
 
 
 def _read_start_model(path: Path) -> StartModel:
@@ -226,10 +200,3 @@ def _read_start_model(path: Path) -> StartModel:
             f"{path} is missing or damaged ({reason}): restore it, or give another run with "
             "trainer.save_tokens=true"
         ) from error
-
-
-def _describe_damage(path: Path, reason: str) -> str:
-    return (
-        f"{path} is damaged: {reason}; restore it, or give another run with "
-        "trainer.save_tokens=true"
-    )
