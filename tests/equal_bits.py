@@ -193,7 +193,7 @@ RUNS = [
     Run(
         "ppo_filter",
         and_resume(
-            f"{PPO} {TURNS} {FILTER} rollout.drop_solved=0.35 rollout.overlong_buffer=6"
+            f"{PPO} {TURNS} {FILTER} rollout.overlong_buffer=6"
             " rollout.mask_truncated=true trainer.save_tokens=true"
         ),
     ),

@@ -47,7 +47,7 @@ PPO = (
 )
 CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
 # The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
-REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0.3"
+REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4"
 BEST = "trainer.save_best=auto trainer.keep_checkpoints=1"
 HINT = "adv.estimator=distillation actor.loss=reinforce teacher.hint='\"it is {{answer}}\"'"
 # They replace the data.path before them.

@@ -2,7 +2,6 @@
 
 import asyncio
 import textwrap
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import NO_RULES, Collector
+from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.player import Player
 
@@ -121,12 +120,10 @@ def make_training(collector, num_rows, batch_size, num_samples=2, **options):
 
 def train_rows(player, rows, batch_size, num_samples=2, **options):
     """A collector for training; `options` are its own and those of its rules."""
-    own = {"params": PARAMS, "num_steps": 99, "deterministic": True}
+    own = {"params": PARAMS, "num_steps": 99, "deterministic": True, "shapes": ()}
     for name in own.keys() & options.keys():
         own[name] = options.pop(name)
-    curriculum = {
-        name: options.pop(name) for name in ("drop_solved", "bounds", "interval") if name in options
-    }
+    curriculum = Curriculum(options.pop("bounds", ()))
     prompts = Examples(
         pack_rows(rows), player.template, PROMPT_ROWS, max_length=100, batch_size=batch_size
     )
@@ -135,8 +132,8 @@ def train_rows(player, rows, batch_size, num_samples=2, **options):
         cursor=DataCursor(prompts),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
-        rules=replace(NO_RULES, **options),
-        curriculum=Curriculum(**curriculum),
+        rules=RolloutRules(**options),
+        curriculum=curriculum,
         **own,
     )
 

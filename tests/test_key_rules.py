@@ -32,7 +32,7 @@ def numeric_keys(wanted):
 
 
 # Rewards, and so what is compared with them or multiplies them, may be any number.
-OF_REWARDS = {"rollout.filter", "rollout.drop_solved", "rollout.reward_weights"}
+OF_REWARDS = {"rollout.filter", "rollout.reward_weights"}
 
 
 def test_every_number_has_a_lower_bound():

@@ -15,7 +15,6 @@ from rl2.data.chat import ChatTemplate
 from rl2.model.folder import (
     check_length,
     check_model,
-    check_token_ids,
     load_eos_token_ids,
     load_tokenizer,
     max_positions,
@@ -140,9 +139,3 @@ def test_sequences_are_no_longer_than_what_positions_allow(name, tmp_path):
     check_length(KEY, str(tmp_path / "phi"), 4096, "a row is too long")
     with pytest.raises(ValueError, match="at most 4096 tokens .* longrope"):
         check_length(KEY, str(tmp_path / "phi"), 4097, "a row is too long")
-
-
-def test_tokens_that_the_model_does_not_have(name):
-    check_token_ids("key", name, [0, 97])
-    with pytest.raises(ValueError, match="98 tokens, the last one is 97"):
-        check_token_ids("key", name, [3, 98])

@@ -1,10 +1,11 @@
 """Tests of which groups a step trains, with scripted engines: rollout.filter, its refills and
-order, drop_solved, max_staleness, and what is added to the rewards."""
+order, max_staleness, and what is added to the rewards."""
 
 import asyncio
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
 from rl2.rollout.play import Rollout
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
+from rl2.rollout.shape import add_length_penalty, add_overlong
 from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
@@ -219,8 +221,7 @@ def test_a_group_whose_environment_failed_is_replaced(tmp_path):
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
     num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
-    options = {"filter": SOME, "max_refills": 4, "drop_solved": 0.9, "partial": partial}
-    options |= {"bounds": [0.1, 1.0]}
+    options = {"filter": SOME, "max_refills": 4, "bounds": [0.1, 0.9], "partial": partial}
     if partial:
         options |= {"deterministic": False, "num_steps": 9}
 
@@ -235,7 +236,7 @@ def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
         resumed = make()
         resumed.load_state_dict(state)
     assert resumed.curriculum.measured == expected.curriculum.measured
-    assert resumed.curriculum.num_solved() == 2 and resumed.rows_done == 10
+    assert resumed.rows_done == 10
 
 
 def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next_step(tmp_path):
@@ -295,20 +296,6 @@ def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
     assert scored.count("1") == 2 and scored.count("0") == 1
 
 
-def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path, capsys):
-    """Row 1 is solved at once, rows 0 and 2 when the weights are those of version 1."""
-    collector = make_collector(tmp_path, [1, 2, 1], {}, 3, drop_solved=0.9)
-    assert rows_of(collector.collect(1)) == ([0, 1, 2], [])
-    assert collector.curriculum.num_solved() == 1 and not collector.is_exhausted
-    assert {t.row_index for t in collector.collect(2)} == {0, 2}
-    assert collector.cursor.position == 3 + 3 + 1, "rows 0, 2 and 0, and row 1 is passed over"
-    collector.player.engine.num_right = [2, 2, 2]
-    collector.collect(3)
-    assert collector.is_exhausted and "drop_solved" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=r"every training prompt .* rollout.drop_solved"):
-        collector.collect(4)
-
-
 def test_prompts_outside_the_curriculum_come_in_every_fourth_epoch(tmp_path):
     """Row 0 is always solved and row 2 never. Row 3 is learned after the first epoch."""
 
@@ -317,7 +304,7 @@ def test_prompts_outside_the_curriculum_come_in_every_fourth_epoch(tmp_path):
 
     collector = make([2, 1, 0, 1])
     played = []
-    for step in range(1, 10):
+    for step in range(1, 8):
         played += rows_of(collector.collect(step))[0]
         if step == 2:  # the first epoch
             assert collector.summarise() == {"rollout/in_curriculum": 0.5}
@@ -325,7 +312,7 @@ def test_prompts_outside_the_curriculum_come_in_every_fourth_epoch(tmp_path):
             collector = make([2, 1, 0, 2])
             collector.load_state_dict(state)
     assert collector.summarise() == {"rollout/in_curriculum": 0.25}
-    by_epoch = [0, 1, 2, 3], [1, 3], [1], [1], [0, 1, 2], [1, 3], [1], [1], [0, 1, 2]
+    by_epoch = [0, 1, 2, 3], [1, 3], [1], [1], [0, 1, 2], [1, 3], [1]
     assert played == [row for epoch in by_epoch for row in epoch]
 
 
@@ -336,9 +323,9 @@ def test_a_failed_group_says_nothing_about_its_prompt(tmp_path):
         assert {t.row_index for t in collector.collect(step)} == {0, 1}
 
 
-def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
+def test_the_score_is_what_filter_and_curriculum_read(tmp_path):
     """The rewards of all answers are 1, whatever is right: 2, 1 and 0 answers of the rows are."""
-    options = {"filter": SOME, "max_refills": 2, "drop_solved": 1.0}
+    options = {"filter": SOME, "max_refills": 2, "bounds": [0.1, 0.9]}
 
     def collect(score):
         collector = make_collector(tmp_path, [2, 1, 0], {}, 1, **options)
@@ -350,10 +337,11 @@ def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
 
         collector.player.envs[""].score = add_style
         collector.player.score = score
-        return rows_of(collector.collect(1)), collector.curriculum.num_solved()
+        rows = rows_of(collector.collect(1))
+        return rows, [measured.success for measured in collector.curriculum.measured.values()]
 
-    assert collect(None) == (([], [0, 1, 2]), 3)
-    assert collect("right") == (([1], [0]), 1)
+    assert collect(None) == (([], [0, 1, 2]), [1.0, 1.0, 1.0])
+    assert collect("right") == (([1], [0]), [1.0, 0.5])
     with pytest.raises(ValueError, match=r"rollout.score=wrong: .* right, style"):
         collect("wrong")
 
@@ -364,7 +352,8 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     assert [overlong_score(n, 20, 4) for n in lengths] == [0, 0, -0.25, -0.5, -1]
     assert 0.4 * overlong_score(18, 20, 4) == -0.2
     params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
-    options = {"overlong_buffer": 4, "overlong_penalty": 0.4, "params": params}
+    shape = partial(add_overlong, buffer=4, penalty=0.4, max_new_tokens=20)
+    options = {"shapes": [shape], "params": params}
     collector = make_collector(tmp_path, [1, 2], {}, 2, filter=SOME, max_refills=1, **options)
     collector.player.engine.lengths = {0: 18, 1: 18}
     trajectories = collector.collect(1)
@@ -378,7 +367,8 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
 def test_the_length_penalty_is_higher_where_more_answers_succeed(tmp_path):
     """ALP's formula with K = 2: a prompt that half of the answers solve, and one that none does."""
     params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
-    options = {"length_penalty": 0.4, "overlong_buffer": 4, "params": params}
+    shape = partial(add_length_penalty, coef=0.4, max_new_tokens=20, score=None)
+    options = {"shapes": [shape], "params": params}
     collector = make_collector(tmp_path, [1, 0], {}, 2, **options)
     collector.player.engine.lengths = {0: 18, 1: 10}
     trajectories = collector.collect(1)
@@ -388,7 +378,7 @@ def test_the_length_penalty_is_higher_where_more_answers_succeed(tmp_path):
     ]
     assert [right for _, right, _ in found] == [1, 0, 0, 0]
     assert len({length for length, _, _ in found}) > 1
-    collector = make_collector(tmp_path, [2], {}, 1, length_penalty=0.4, params=params)
+    collector = make_collector(tmp_path, [2], {}, 1, **options)
     for trajectory in collector.collect(1):  # solved by both
         assert trajectory.rewards["length_penalty"] == pytest.approx(-0.4 * trajectory.length / 20)
 

@@ -553,26 +553,6 @@ def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
     assert status == 0 and "2 of 5 steps are done" in output
 
 
-def test_a_run_of_which_all_prompts_are_solved_can_be_started_again(become_ppo, train, tmp_path):
-    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
-    keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=3", "trainer.save_freq=3"]
-    keys += ["data.test_path=rows.jsonl", "trainer.test_freq=3"]
-    status, output = train(*keys, main=ppo.main)
-    run = tmp_path / "runs/default"
-    assert status == 0 and steps(run) == [0, 1, 2, 3, 4], output
-    # The last step is tested and saved although neither is due.
-    tested = [line["step"] for line in read_metrics(run) if "test/reward/mean" in line]
-    assert tested == [0, 3, 4] and Checkpoints(run / "checkpoints").steps() == [3, 4]
-    assert listed(run)[0] == "finished"  # before the number of steps that its rows are enough for
-    status, output = train(*keys, main=ppo.main)
-    assert status == 0 and "all steps are done" in output and "rollout.drop_solved=null" in output
-    shutil.rmtree(run / "model")  # as if the run had been killed before its export
-    status, output = train(*keys, main=ppo.main)
-    assert status == 0 and (run / "model/config.json").exists() and steps(run) == [0, 1, 2, 3, 4]
-    status, output = train("trainer.n_epochs=3", "trainer.max_steps=5", main=ppo.main)
-    assert status == 0 and steps(run) == [0, 1, 2, 3, 4, 5], output
-
-
 def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     become_ppo, train, tmp_path
 ):

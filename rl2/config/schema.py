@@ -577,7 +577,7 @@ class RolloutConfig:
     )
     score: str | None = key(
         None,
-        "the reward part that is success, 1 or 0; for evaluations, save_best, filter, drop_solved "
+        "the reward part that is success, 1 or 0; for evaluations, save_best, filter "
         "and curriculum; by default the whole reward",
     )
     max_running: PositiveInt | None = key(
@@ -668,10 +668,6 @@ class RolloutConfig:
     )
     max_refills: PositiveInt = key(
         10, "most prompts that replace filtered ones in a step, in multiples of prompts_per_rollout"
-    )
-    drop_solved: float | None = key(
-        None,
-        "leave out prompts after their answers reach this mean reward; of rollout.score if set",
     )
     mask_truncated: bool = key(
         False, "do not train answers cut by a length limit (DAPO's overlong filtering)"

@@ -413,8 +413,6 @@ class DataCursor:
     """examples of the finished steps: what the length of a run is counted in. Prompts that were
     replaced or taken ahead count in `position` only"""
 
-    is_exhausted = False  # there is always another epoch
-
     def take(self) -> Example:
         """Returns the next example, and moves the position past it."""
         example = self.examples.at(self.position)

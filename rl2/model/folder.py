@@ -63,14 +63,6 @@ def check_config(key: str, name: str) -> None:
     _read_config(f"{key}={name}", name)
 
 
-def check_token_ids(key: str, name: str, ids: list[int]) -> None:
-    """ValueError if one of the tokens, of the config key `key`, is not in the vocabulary."""
-    size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
-    unknown = [number for number in ids if number >= size]
-    if unknown:
-        raise ValueError(f"{key}={ids}: {name} has {size} tokens, the last one is {size - 1}")
-
-
 def check_tokens(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """ValueError unless the model `name` has the tokens of `tokenizer`, which is the actor's."""
     ids = load_tokenizer(key, name).get_vocab()

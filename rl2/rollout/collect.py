@@ -1,11 +1,8 @@
 """Collects the trajectories of a step from all engines."""
 
-import asyncio
-import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,11 +13,10 @@ from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rollout.curriculum import Curriculum
-from rl2.rollout.hint import Hint
-from rl2.rollout.play import POLL_SECONDS, Rollout
+from rl2.rollout.play import Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.shape import Shape, add_length_penalty, add_overlong, place_rewards
+from rl2.rollout.shape import Shape, place_rewards
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
     FilterStatus,
@@ -28,44 +24,23 @@ from rl2.rollout.trajectory import (
     Trajectory,
     begin_group,
     in_order,
-    mean_score,
-    trajectory_key,
 )
 from rl2.rounding import ceil_div
 
-ALL_SOLVED = (
-    "every training prompt has reached the mean reward rollout.drop_solved: nothing is left to "
-    "train on. Use harder prompts, or remove the key"
-)
 WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RolloutRules:
-    """Which groups a training step uses, and what is added to their rewards.
+    """Which groups a training step uses.
 
     The fields are keys of the config's section `rollout`, which explains them.
     """
 
-    partial: bool
-    filter: Sequence[float]  # (low, high), or empty
-    max_refills: int
-    max_staleness: int | None
-    overlong_buffer: int | None
-    overlong_penalty: float
-    length_penalty: float
-
-
-# The rules of an evaluation: every group counts, and nothing is added.
-NO_RULES = RolloutRules(
-    partial=False,
-    filter=(),
-    max_refills=0,
-    max_staleness=None,
-    overlong_buffer=None,
-    overlong_penalty=0.0,
-    length_penalty=0.0,
-)
+    partial: bool = False
+    filter: Sequence[float] = ()  # (low, high), or empty
+    max_refills: int = 0
+    max_staleness: int | None = None
 
 
 @dataclass
@@ -138,9 +113,10 @@ class Collector:
     num_steps: int = 1
     seed: int = 0
     deterministic: bool = True
-    rules: RolloutRules = NO_RULES
+    rules: RolloutRules = RolloutRules()
     curriculum: Curriculum = field(default_factory=Curriculum)
-    hint: Hint | None = None  # that the teacher sees
+    add_hints: Shape | None = None  # to the trajectories of each process, which has their rows
+    shapes: Sequence[Shape] = ()  # of the rewards
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
 
@@ -152,12 +128,9 @@ class Collector:
         Their messages are on the first process only, which writes them. Groups that the filter
         rejected are among them, without samples.
 
-        RuntimeError if the environment failed on more trajectories than it may, or if no prompt is
-        left to train on.
+        RuntimeError if the environment failed on more trajectories than it may.
         """
         assert self.cursor is not None
-        if self.is_exhausted:
-            raise RuntimeError(ALL_SOLVED)
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
         groups = StepGroups(carried_over, self.cursor, self.curriculum, self.samples_per_prompt)
         schedule = self._make_schedule(is_last=step == self.num_steps)
@@ -169,15 +142,16 @@ class Collector:
         used = {number: group for number, group in played.items() if number < length}
         if schedule.filter:
             _apply_filter(used, schedule)
-        if self.hint is not None:
-            for group in used.values():
-                self.hint.add_teacher_prompts(group)
-        trajectories = self._gather(list(used.values()), "train", step)
+        own = [trajectory for group in used.values() for trajectory in group.trajectories]
+        if self.add_hints:
+            self.add_hints(own)
+        trajectories = self._gather(own, "train", step)
         board.clear()
         self._check_part_names(trajectories)
-        self._note_success(trajectories, groups.find_epochs())
-        for shape in self._shapes():
+        self.curriculum.note(trajectories, groups.find_epochs(), self.player.score)
+        for shape in self.shapes:
             shape(trajectories)
+        place_rewards(trajectories)
         self.cursor.rows_done += schedule.num_needed
         return trajectories
 
@@ -202,53 +176,25 @@ class Collector:
             return group
         return _restart(group)
 
-    def _drop(self, groups: list[Group]) -> None:
-        """Tells the environment of groups that are no longer needed.
-
-        What takes longer to end continues beside the training step.
-        """
-        player = self.player
-
-        async def end_all() -> None:
-            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            ends = [player.end(t, trajectory_key("train", t)) for t in trajectories]
-            await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
-
-        if groups:
-            player.engine.loop.run_until_complete(end_all())
-
     def _find_leftovers(
         self, groups: StepGroups, played: dict[int, Group], length: int
     ) -> list[Group]:
         """Returns the groups for the next step, and moves the data position past all that is kept.
 
         Every process gets all of them, so that whichever engine is free continues them. Without
-        partial rollouts there are none: groups that the step does not use are dropped.
+        partial rollouts there are none.
         """
         assert self.cursor is not None
-        unused = {number: group for number, group in played.items() if number >= length}
         num_kept = length
         if self.rules.partial:
             num_kept = max(length, len(groups.carried_over))
+            unused = {number: group for number, group in played.items() if number >= length}
             for part in all_gather_objects(unused):
                 for number, group in part.items():
                     groups.replace(number, group)
                     num_kept = max(num_kept, number + 1)
-        else:
-            self._drop(list(unused.values()))
         self.cursor.position = groups.get(num_kept - 1).rows_done
         return groups.groups[length:num_kept]
-
-    def _note_success(self, trajectories: list[Trajectory], epochs: dict[int, int]) -> None:
-        """Tells the curriculum how the answers to each prompt did. `epochs` are by group."""
-        if not self.curriculum.is_on:
-            return
-        for number, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
-            members = list(group)
-            success = mean_score(members, self.player.score)
-            self.curriculum.note(members[0].row_index, success, epochs[number])
-        if self.is_exhausted and dist.get_rank() == 0:
-            print(ALL_SOLVED)
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
         """ValueError if the rewards of the first step do not have the parts that keys name."""
@@ -258,34 +204,6 @@ class Collector:
         for name in sorted(self.player.reward_weights):
             check_part_name(f"rollout.reward_weights.{name}", name, self.part_names)
         check_part_name(f"rollout.score={self.player.score}", self.player.score, self.part_names)
-        added = {
-            "overlong": ("rollout.overlong_buffer", self.rules.overlong_buffer),
-            "length_penalty": ("rollout.length_penalty", self.rules.length_penalty),
-        }
-        for name, (key, is_added) in added.items():
-            if is_added and name in self.part_names:
-                raise ValueError(
-                    f"reward_fn returns a part named {name}, and {key} adds a part of this name: "
-                    "rename that of reward_fn"
-                )
-
-    def _shapes(self) -> Iterator[Shape]:
-        """Yields what shapes the rewards of a step, in this order."""
-        rules, most = self.rules, self.params.max_new_tokens
-        if coef := rules.length_penalty:
-            score = self.player.score
-            yield partial(add_length_penalty, coef=coef, max_new_tokens=most, score=score)
-        if buffer := rules.overlong_buffer:
-            penalty = rules.overlong_penalty
-            yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)
-        yield place_rewards
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether every training prompt is solved, so that the run ends with this step."""
-        if self.cursor is None:
-            return False
-        return self.curriculum.num_solved() == len(self.cursor.examples)
 
     @property
     def rows_done(self) -> int:
@@ -317,7 +235,8 @@ class Collector:
         ]
         schedule = GroupSchedule(num_needed=len(groups), most=len(groups))
         played = self._play(groups.__getitem__, schedule, GroupBoard(), params, split, step)
-        trajectories = self._gather(list(played.values()), split, step)
+        own = [trajectory for group in played.values() for trajectory in group.trajectories]
+        trajectories = self._gather(own, split, step)
         place_rewards(trajectories)
         return trajectories
 
@@ -350,9 +269,9 @@ class Collector:
             self.player.engine.run(rollout.play())
         return rollout.played
 
-    def _gather(self, groups: list[Group], split: str, step: int) -> list[Trajectory]:
+    def _gather(self, own: list[Trajectory], split: str, step: int) -> list[Trajectory]:
         """Returns the trajectories of all processes, unless too many calls of the env failed."""
-        trajectories = _gather_trajectories(groups)
+        trajectories = _gather_trajectories(own)
         assert all(trajectory.is_done for trajectory in trajectories), "a play was cancelled"
         num_failed = sum(trajectory.is_failed for trajectory in trajectories)
         try:
@@ -416,9 +335,9 @@ def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:
                 trajectory.samples = []
 
 
-def _gather_trajectories(played: list[Group]) -> list[Trajectory]:
+def _gather_trajectories(own: list[Trajectory]) -> list[Trajectory]:
     """Returns the trajectories of all processes, in order of process and then of the data."""
-    trajectories = in_order(trajectory for group in played for trajectory in group.trajectories)
+    trajectories = in_order(own)
     texts = gather_objects([(trajectory.messages, trajectory.row) for trajectory in trajectories])
     without_texts = [replace(trajectory, messages=[], row={}) for trajectory in trajectories]
     gathered = list(chain.from_iterable(all_gather_objects(without_texts)))

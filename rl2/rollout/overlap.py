@@ -25,19 +25,11 @@ from typing import Any, NamedTuple
 from rl2.engine.base import Engine, NamedTensors
 from rl2.parallel.worlds import Link
 from rl2.report.health import Metrics
-from rl2.rollout.collect import ALL_SOLVED, Collector, WriteRecords
+from rl2.rollout.collect import Collector, WriteRecords
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.trajectory import Trajectory
 
 ANSWERED = ("collect", "evaluate")  # the verbs that the trainers wait for
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the samplers are to do: the name of a method of `Serving`, and its arguments."""
-
-    verb: str
-    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,12 +39,11 @@ class Handover:
     trajectories: list[Trajectory]
     metrics: Metrics  # of `Collector.summarise`, and how busy the samplers were
     rows_done: int
-    is_exhausted: bool
 
 
 @dataclass(frozen=True)
 class RolloutAnswer:
-    """What the samplers answer to a request for a rollout, if prompts are left to train on."""
+    """What the samplers answer to a request for a rollout."""
 
     handover: bytes  # pickled: the trainers read it when its step begins, or put it in a checkpoint
     state: bytes  # pickled, of `Collector.state_dict`
@@ -127,7 +118,6 @@ class Samplers:
         self.request_stop = request_stop
         self.version: int | None = None  # of the weights that were sent last
         self.rows_done = 0
-        self.is_exhausted = False
         self.metrics: Metrics = {}
         self.state = b""  # of the samplers after the newest rollout that has come
         self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
@@ -137,21 +127,15 @@ class Samplers:
     # As a RolloutSource.
 
     def collect(self, step: int) -> list[Trajectory]:
-        """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled.
-
-        RuntimeError if no prompt is left to train on.
-        """
+        """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled."""
         newest_requested = step - 1 + len(self.ahead) + self.num_awaited
         last = min(step + self.max_staleness, self.num_steps)
         for later in range(newest_requested + 1, last + 1):
             self._send("collect", later)
             self.num_awaited += 1
         self.wait()
-        if not self.ahead:
-            raise RuntimeError(ALL_SOLVED)
         handover: Handover = pickle.loads(self.ahead.popleft())
         self.rows_done = handover.rows_done
-        self.is_exhausted = handover.is_exhausted
         self.metrics = handover.metrics | {"overlap/trainer_busy": self.clock.lap()}
         return handover.trajectories
 
@@ -166,11 +150,10 @@ class Samplers:
             self._receive_rollout()
 
     def _receive_rollout(self) -> None:
-        rollout: RolloutAnswer | None = self._receive()
+        rollout: RolloutAnswer = self._receive()
         self.num_awaited -= 1
-        if rollout is not None:
-            self.ahead.append(rollout.handover)
-            self.state = rollout.state
+        self.ahead.append(rollout.handover)
+        self.state = rollout.state
 
     def summarise(self) -> Metrics:
         """Metrics of the training prompts, and how busy the two worlds were: the samplers between
@@ -232,7 +215,7 @@ class Samplers:
     # The link.
 
     def _send(self, verb: str, *arguments: Any) -> None:
-        self.link.send(Request(verb, arguments))
+        self.link.send((verb, arguments))
 
     def _receive(self) -> Any:
         """Waits for the next answer, and returns its value. Its transcripts are written.
@@ -251,7 +234,7 @@ class Samplers:
 
 
 class Serving:
-    """What a sampler does for the trainers. Each public method is a verb of `Request`."""
+    """What a sampler does for the trainers. They request a method by its name."""
 
     def __init__(
         self,
@@ -281,24 +264,20 @@ class Serving:
         self.is_stopping = self.listen()
         self.clock.start()
 
-    def receive(self) -> Request:
-        """Waits for the next request."""
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """Waits for the next request: (the name of a method, its arguments)."""
         with self.clock.waiting():
-            request: Request = self.link.receive()
-        return request
+            verb, arguments = self.link.receive()
+        return verb, arguments
 
     def collect(self, step: int) -> None:
         collector = self.collector
-        if collector.is_exhausted:  # the run ends with a step whose rollout has been sent
-            self._answer(None)
-            return
         trajectories = collector.collect(step)
         busy = self.clock.lap()
         handover = Handover(
             trajectories,
             collector.summarise() | {"overlap/sampler_busy": busy},
             collector.rows_done,
-            collector.is_exhausted,
         )
         state = pickle.dumps(collector.state_dict())
         self._answer(RolloutAnswer(pickle.dumps(handover), state))
@@ -326,13 +305,13 @@ class Serving:
 def serve(serving: Serving) -> None:
     """Does what the trainers request, until they close."""
     while True:
-        request = serving.receive()
-        if request.verb == "close":
+        verb, arguments = serving.receive()
+        if verb == "close":
             serving.link.flush()
             return
         try:
-            getattr(serving, request.verb)(*request.arguments)
+            getattr(serving, verb)(*arguments)
         except Exception as error:
-            if request.verb in ANSWERED:
+            if verb in ANSWERED:
                 serving.fail(error)
             raise

@@ -15,6 +15,7 @@ from rl2.rollout.trajectory import Group, mean_score, trajectory_key
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have started earlier in another engine.
 REQUESTS_PER_SLOT = 1.25
+SLOT_SECONDS = 0.01  # between two looks at whether an engine takes more requests
 POLL_SECONDS = 0.05  # between two looks at which groups the other engines have finished
 
 
@@ -37,23 +38,42 @@ class Rollout:
     async def play(self) -> None:
         """Plays until all groups are done, or until the step has what it needs.
 
-        Then the player pauses: turns are aborted. Running calls of the environment end, or are
-        cancelled if nobody needs their groups.
+        Then turns pause. Calls of the environment end, if the next step continues the rest;
+        otherwise they are cancelled.
         """
-        may_end_early = self.schedule.may_end_early
         self.player.is_pausing = False
         playing = asyncio.ensure_future(self._play_groups())
-        while may_end_early and not playing.done():
+        is_cut = False
+        while self.schedule.may_end_early and not playing.done() and not is_cut:
             await self._catch_up()
             if self.schedule.is_complete:
                 self.player.is_pausing = True
                 self.player.engine.abort()  # repeated: a request may have been on its way
-                if not self.keeps_rest:
-                    self.player.cancel_calls()
+                if not self.keeps_rest and not self.player.num_requests:
+                    is_cut = playing.cancel()
         try:
             await playing
         except BaseExceptionGroup as errors:  # the first one has ended all tasks
             raise errors.exceptions[0] from None
+        except asyncio.CancelledError:
+            if not is_cut:
+                raise
+            await self._end_unused()
+
+    async def _end_unused(self) -> None:
+        """Tells the environment of the groups that nobody needs.
+
+        What takes longer to end continues beside the training step.
+        """
+        assert self.schedule.length is not None
+        ends = [
+            self.player.end(trajectory, trajectory_key(self.split, trajectory))
+            for number, group in self.played.items()
+            for trajectory in group.trajectories
+            if number >= self.schedule.length
+        ]
+        if ends:
+            await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
 
     async def _catch_up(self) -> None:
         """Waits a moment, then reads which groups all engines have finished."""
@@ -74,9 +94,9 @@ class Rollout:
                 ]
                 tasks.create_task(self._finish_group(number, group, plays))
                 num_begun += len(plays)
-                if self.player.num_requests + num_begun >= max_requests:
-                    await self.player.wait_for_room(max_requests)
-                    num_begun = 0
+                while self.player.num_requests + num_begun >= max_requests:
+                    await asyncio.sleep(SLOT_SECONDS)
+                    num_begun = 0  # they have sent their requests meanwhile
 
     async def _own_numbers(self) -> AsyncIterator[int]:
         """Yields the numbers of the groups that this engine plays, as it gets to them."""

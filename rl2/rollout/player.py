@@ -1,12 +1,11 @@
 """Plays trajectories turn by turn, between the engine and the environment."""
 
-import asyncio
 from array import array
-from collections.abc import Awaitable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, TypeVar
+from typing import Any
 
 from rl2.data.chat import ChatTemplate
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
@@ -23,8 +22,6 @@ from rl2.rollout.trajectory import (
     begin_sample,
 )
 
-T = TypeVar("T")
-
 
 @dataclass
 class Player:
@@ -39,9 +36,7 @@ class Player:
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
     score: str | None = None  # the part that says success; None is the reward
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
-    calls: set[asyncio.Task] = field(default_factory=set)  # that wait for the environment
     num_requests: int = 0  # of ours that the engine has
-    request_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         question = [{"role": "user", "content": "?"}]
@@ -53,13 +48,6 @@ class Player:
     def env_of(self, trajectory: Trajectory) -> Env:
         """Returns the environment of the trajectory's source."""
         return self.envs.get(trajectory.source) or self.envs[""]
-
-    async def wait_for_room(self, max_requests: float) -> None:
-        """Waits until the engine has fewer than `max_requests`."""
-        await asyncio.sleep(0)  # the trajectories that have just begun send theirs
-        while self.num_requests >= max_requests:
-            self.request_ended.clear()
-            await self.request_ended.wait()
 
     async def play(
         self,
@@ -92,21 +80,6 @@ class Player:
             self.fail(trajectory, error)
         await self.end(trajectory, key)
 
-    async def call(self, call: Awaitable[T]) -> T:
-        """Returns the result of a call of the environment, unless `cancel_calls` ends it."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.calls.add(task)
-        try:
-            return await call
-        finally:
-            self.calls.discard(task)
-
-    def cancel_calls(self) -> None:
-        """Ends the calls of the environment that run, and the tasks that wait for them."""
-        while self.calls:
-            self.calls.pop().cancel()
-
     def fail(self, trajectory: Trajectory, error: EnvError) -> None:
         """Ends a trajectory whose environment failed. It is not trained."""
         self.failures.record(error)
@@ -131,7 +104,7 @@ class Player:
         records = [{**t.record(), "row": t.row} for t in members]
         env = self.env_of(members[0])
         try:
-            all_parts = await self.call(env.score_group(records))
+            all_parts = await env.score_group(records)
         except EnvError as error:
             for trajectory in members:
                 self.fail(trajectory, error)
@@ -143,7 +116,7 @@ class Player:
     async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
         """Makes the environment's object, and the prompt with its tools and its first messages."""
         env = self.env_of(trajectory)
-        prompt_messages = await self.call(env.begin(trajectory.row, key))
+        prompt_messages = await env.begin(trajectory.row, key)
         trajectory.messages = list(prompt_messages)
         try:
             prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
@@ -170,7 +143,7 @@ class Player:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
         messages, row = trajectory.messages, trajectory.row
-        parts = await self.call(env.score(messages, row, key, inputs))
+        parts = await env.score(messages, row, key, inputs)
         add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
 
@@ -230,9 +203,9 @@ class Player:
         if env.tools:
             calls = self.read_calls(trajectory, turn["num_tokens"], env.tools).calls
             if calls:
-                return await self.call(env.call_tools(calls, trajectory.num_turns, key))
+                return await env.call_tools(calls, trajectory.num_turns, key)
         messages, row = trajectory.messages, trajectory.row
-        return await self.call(env.answer(messages, row, key, turn))
+        return await env.answer(messages, row, key, turn)
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""
@@ -270,7 +243,6 @@ class Player:
             generation = await self.engine.generate(sample.tokens, rest, seed)
         finally:
             self.num_requests -= 1
-            self.request_ended.set()
         assert generation.version is not None and generation.version == self.engine.version, (
             "sampled with other weights than the engine has"
         )

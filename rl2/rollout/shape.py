@@ -1,4 +1,7 @@
-"""What is added to the rewards of a step: each shape is a function of all its trajectories."""
+"""What happens to the trajectories of a step between collecting and training: a list of functions.
+
+Each shape is a function of all trajectories of the step, on every process.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +27,7 @@ def add_length_penalty(
         for trajectory in members:
             price = coef * max(success, 1 / len(members))
             share = trajectory.length / max_new_tokens
-            trajectory.rewards["length_penalty"] = -price * share
+            _add_part(trajectory, "length_penalty", -price * share)
 
 
 def add_overlong(
@@ -34,7 +37,17 @@ def add_overlong(
     for trajectory in trajectories:
         if not trajectory.is_failed:
             score = overlong_score(trajectory.longest_turn, max_new_tokens, buffer)
-            trajectory.rewards["overlong"] = penalty * score
+            _add_part(trajectory, "overlong", penalty * score)
+
+
+def _add_part(trajectory: Trajectory, name: str, value: float) -> None:
+    """Adds a part to the rewards. ValueError if the environment gives one of that name."""
+    if name in trajectory.rewards:
+        raise ValueError(
+            f"reward_fn returns a part named {name}, and a key of rollout adds a part of this "
+            "name: rename that of reward_fn"
+        )
+    trajectory.rewards[name] = value
 
 
 def place_rewards(trajectories: list[Trajectory]) -> None:

@@ -25,10 +25,6 @@ class RolloutSource(Protocol):
     def rows_done(self) -> int:
         """Training prompts of the finished steps, over all epochs."""
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether nothing is left to train on, so that the run ends with this step."""
-
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., on every process.
 

@@ -156,7 +156,7 @@ class RunFolder:
         if self.start.checkpoint is None:
             num_steps = max(1, num_steps)
         num_steps = min(num_steps, trainer.max_steps or num_steps)
-        if self.start.is_exhausted or self.has_lost_patience:
+        if self.has_lost_patience:
             num_steps = self.start.step
         elif self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
@@ -183,9 +183,7 @@ class RunFolder:
             )
         if self.is_first:
             remedy = "raise trainer.n_epochs or trainer.max_steps"
-            if start.is_exhausted:
-                remedy = "give other rows, or rollout.drop_solved=null, since all are solved"
-            elif self.has_lost_patience:
+            if self.has_lost_patience:
                 remedy = "raise trainer.patience, which ended the run, or set it to null"
             print(
                 f"{self.path}: all steps are done (the newest checkpoint is of step "
@@ -328,7 +326,6 @@ class RunFolder:
             "num_steps": num_steps,
             "best": asdict(self.best) if self.best else None,
             "metrics": MetricsFile(self.path).last() if self.is_first else {},
-            "is_exhausted": counter.is_exhausted,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
             "hashes": hash_states(parts, {name: part.state_dict() for name, part in parts.items()}),

@@ -5,7 +5,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rl2.config.schema import PPOConfig, dump
+from rl2.config.schema import dump
 from rl2.config.values import flatten
 from rl2.run.changes import DATA, Changes, RunIdentity, find_changes
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage
@@ -33,7 +33,6 @@ class Start:
     keeps_data: bool = True  # the rows are those of the checkpoint
     changes: Changes = field(default_factory=dict)  # since the checkpoint
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
-    is_exhausted: bool = False  # no row is left to train on
     tested: dict[str, float] = field(default_factory=dict)  # the evaluation of `step`, if it is own
     is_complete: bool = False  # model/ is of the last step of the run, which is `step`
     model_step: float = NO_STEP  # of model/
@@ -71,7 +70,6 @@ def find_start(config: Any, identity: RunIdentity, is_restarted: bool) -> Start:
     run_record = read_record(path) if is_own else {}  # damage is found before a model loads
     model_step = run_record.get("model_step", NO_STEP) if (path / "model").exists() else NO_STEP
     best_model = run_record.get("best", {}) if (path / BEST_MODEL).exists() else {}
-    drops_solved = isinstance(config, PPOConfig) and config.rollout.drop_solved is not None
     return Start(
         checkpoint=checkpoint,
         is_own=is_own,
@@ -81,7 +79,6 @@ def find_start(config: Any, identity: RunIdentity, is_restarted: bool) -> Start:
         keeps_data=keeps_data,
         changes=changes,
         date=record.get("date") or today,
-        is_exhausted=record.get("is_exhausted", False) and keeps_data and drops_solved,
         tested=MetricsFile(path).read_tests(step) if is_own else {},
         is_complete=run_record.get("is_complete", False) and model_step == step,
         model_step=model_step,

@@ -9,7 +9,6 @@ from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions
-from rl2.rollout.hint import fill_in
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
     check_length,
@@ -18,6 +17,7 @@ from rl2.trainer.inputs import (
     read_rows,
 )
 from rl2.trainer.sampling import SAMPLING_SECTIONS, find_unknown_stop_ids, read_envs
+from rl2.trainer.teacher import fill_in
 
 
 def read_ppo_inputs(

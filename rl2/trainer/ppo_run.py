@@ -1,7 +1,8 @@
 """From the config to workers, engine, environment and prompts: what PPO trains with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ from rl2.config.conditions import (
     needs_reference,
 )
 from rl2.config.exactness import choose_exactness
-from rl2.config.schema import PPOConfig, RolloutWorkerConfig, teacher_model, worker_names
+from rl2.config.schema import (
+    PPOConfig,
+    RolloutConfig,
+    RolloutWorkerConfig,
+    teacher_model,
+    worker_names,
+)
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
 from rl2.engine.base import Engine, EngineSettings, NamedTensors, TrainerMemory
@@ -44,10 +51,10 @@ from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.evaluate import Evaluator
-from rl2.rollout.hint import Hint
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
+from rl2.rollout.shape import Shape, add_length_penalty, add_overlong
 from rl2.rollout.source import RolloutSource
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
@@ -57,12 +64,11 @@ from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
-    check_stop_ids,
     close_rollout,
     end_with_run,
     make_sampling_params,
 )
-from rl2.trainer.teacher_server import TeacherServer, connect
+from rl2.trainer.teacher import Hint, TeacherServer, connect
 from rl2.worker import Reference, Worker, make_lora_settings
 
 # Of the free memory of a GPU that only samples, for weights, keys and values: the engine needs the
@@ -110,7 +116,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     if has_full_kl(config):
         check_teacher_vocabulary(config)
     prompts, tests = make_prompts(config, rows, template)
-    check_stop_ids(config)
     teacher_server = None
     if config.teacher.base_url and is_training:
         teacher = config.teacher
@@ -474,6 +479,7 @@ def make_collector(
     `actor` is on the GPUs of the engine, if they are not its own.
     """
     config, rollout = setup.config, setup.config.rollout
+    hint = Hint(config.teacher.hint or "", setup.template)
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
@@ -495,14 +501,23 @@ def make_collector(
             filter=rollout.filter,
             max_refills=rollout.max_refills,
             max_staleness=rollout.max_staleness,
-            overlong_buffer=rollout.overlong_buffer,
-            overlong_penalty=rollout.overlong_penalty,
-            length_penalty=rollout.length_penalty,
         ),
-        curriculum=Curriculum(rollout.drop_solved, config.data.curriculum),
+        curriculum=Curriculum(config.data.curriculum),
         write_records=setup.folder.write_records,
-        hint=Hint(config.teacher.hint, setup.template) if config.teacher.hint else None,
+        add_hints=hint.add_teacher_prompts if hint.text else None,
+        shapes=list(_choose_shapes(rollout)),
     )
+
+
+def _choose_shapes(rollout: RolloutConfig) -> Iterator[Shape]:
+    """What is added to the rewards of a step, in this order."""
+    most = rollout.train_sampling_params.max_new_tokens
+    if coef := rollout.length_penalty:
+        score = rollout.score
+        yield partial(add_length_penalty, coef=coef, max_new_tokens=most, score=score)
+    if buffer := rollout.overlong_buffer:
+        penalty = rollout.overlong_penalty
+        yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)
 
 
 def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:

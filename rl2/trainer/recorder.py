@@ -138,9 +138,6 @@ class Recorder:
         a step is left to the next launch: a machine that takes its processes away gives them
         seconds.
         """
-        data: Any = self.parts["data"]
-        if data.is_exhausted:
-            self.num_steps = step
         self.is_stopping = self.stop_signal.is_requested_anywhere()
         self.lacks_test = self.is_stopping and self._is_test_due(step)
         if self.lacks_test and is_first_rank():

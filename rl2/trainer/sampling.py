@@ -1,6 +1,6 @@
 """What plays prompts: environments, engine and player."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from rl2 import cleanup
 from rl2.config.problem import Problem, wrong_value
@@ -10,7 +10,6 @@ from rl2.data.rows import Rows
 from rl2.engine.base import Engine, SamplingParams
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
-from rl2.model.folder import check_token_ids
 from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
@@ -77,7 +76,9 @@ def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Pro
     """The problems of tokens that should end a turn and that the tokenizer does not have."""
     problems = []
     last = template.last_token_id
-    for key, ids in _stop_ids(config):
+    for section in SAMPLING_SECTIONS.values():
+        key = f"rollout.{section}.stop_token_ids"
+        ids = getattr(config.rollout, section).stop_token_ids
         unknown = [token_id for token_id in ids if token_id > last]
         if unknown:
             reason = (
@@ -86,18 +87,6 @@ def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Pro
             )
             problems.append(wrong_value(key, ids, reason))
     return problems
-
-
-def check_stop_ids(config: PPOConfig) -> None:
-    """ValueError for tokens that should end a turn and that the model does not have."""
-    for key, ids in _stop_ids(config):
-        check_token_ids(key, config.actor.model_name, ids)
-
-
-def _stop_ids(config: PPOConfig) -> Iterator[tuple[str, list[int]]]:
-    """Yields the keys of the tokens that should end a turn, and these tokens."""
-    for section in SAMPLING_SECTIONS.values():
-        yield f"rollout.{section}.stop_token_ids", getattr(config.rollout, section).stop_token_ids
 
 
 def end_with_run(engine: Engine) -> Engine:

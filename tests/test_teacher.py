@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rl2.batch import collate
 from rl2.parallel.mesh import init_distributed
-from rl2.trainer import teacher_server
-from rl2.trainer.teacher_server import connect
+from rl2.trainer import teacher
+from rl2.trainer.teacher import connect
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(teacher_server.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
 
 
 @pytest.mark.parametrize("protocol", ["openai", "sglang"])
