@@ -58,6 +58,7 @@ class Rollout:
         except asyncio.CancelledError:
             if not is_cut:
                 raise
+        if self.schedule.may_end_early and not self.keeps_rest:
             await self._end_unused()
 
     async def _end_unused(self) -> None:
