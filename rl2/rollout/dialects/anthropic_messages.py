@@ -56,7 +56,8 @@ def _read_message(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts, calls = [], []
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     for block in content:
         if block["type"] == "tool_result":
             if texts:
