@@ -681,6 +681,13 @@ EVALUATED = {"test/reward/mean": 0.25, "test/avg@4": 0.5, "test/avg@4_stderr": 0
 GRPO = {"adv": {"estimator": "grpo"}, "actor": {"model_name": "a/model", "loss": "ppo"}}
 
 
+def test_the_preset_of_the_command_is_named():
+    start = {"num_steps": 2, "command": ["ppo.py", "algo=grpo", "actor.lr=1"]}
+    record = {"identity": {"trainer": "PPOConfig"}, "starts": [start]}
+    [first, *_] = summarize(trained(0.1), GRPO, record)["sentences"]
+    assert "(algo=grpo, adv.estimator=grpo, actor.loss=ppo)" in first
+
+
 def test_a_run_is_told_in_a_few_sentences():
     before = {"step": 0, "time/step": 12.0, **EVALUATED}
     lines = [before, *trained(0.1, 0.2)]

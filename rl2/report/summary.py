@@ -108,10 +108,12 @@ def _describe_training(lines: list[Record], config: Record, record: Record) -> s
         return f"{model}: no step of training is finished yet."
     trainer = _value(record, "identity", "trainer")
     how = f" {TRAINERS[trainer]}" if trainer in TRAINERS else ""
+    start = (record.get("starts") or [{}])[-1]
+    presets = [word for word in start.get("command") or [] if word.startswith("algo=")]
     if trainer == "PPOConfig" and "adv" in config:
         estimator, loss = _value(config, "adv", "estimator"), _value(config, "actor", "loss")
-        how += f" (adv.estimator={estimator}, actor.loss={loss})"
-    start = (record.get("starts") or [{}])[-1]
+        keys = f"adv.estimator={estimator}, actor.loss={loss}"
+        how += f" ({', '.join([*presets[-1:], keys])})"
     num_steps = max(start.get("num_steps") or 0, num_done)
     steps = f"{num_done:,} of {num_steps:,}" if num_done < num_steps else f"{num_done:,}"
     noun = "step" if steps == "1" else "steps"
