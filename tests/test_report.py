@@ -684,7 +684,7 @@ GRPO = {"adv": {"estimator": "grpo"}, "actor": {"model_name": "a/model", "loss":
 def test_the_preset_of_the_command_is_named():
     start = {"num_steps": 2, "command": ["ppo.py", "algo=grpo", "actor.lr=1"]}
     record = {"identity": {"trainer": "PPOConfig"}, "starts": [start]}
-    [first, *_] = summarize(trained(0.1), GRPO, record)["sentences"]
+    [first, *_], _ = summarize(trained(0.1), GRPO, record)
     assert "(algo=grpo, adv.estimator=grpo, actor.loss=ppo)" in first
 
 
