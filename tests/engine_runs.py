@@ -50,7 +50,7 @@ def check_partial_rollouts(folder, model, engine, *words, env=None) -> None:
     assert all(sum(n for _, n in r["versions"]) == r["length"] for r in records)
     replies = [(r["messages"][-1]["content"], r["finish_reason"]) for r in records]
     stopped = [(reply, reason) for reply, reason in replies if "q" in reply]
-    assert len(stopped) > 5 and all(reason == "stop" for _, reason in stopped)
+    assert len(stopped) > 1 and all(reason == "stop" for _, reason in stopped)
     assert all(reply.index("q") == len(reply) - 1 for reply, _ in stopped)
 
 

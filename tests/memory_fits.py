@@ -48,7 +48,7 @@ def main(models: list[str]) -> None:
         for method in METHODS:
             plan = make_plan(model, method)
             plans[f"{model} {method}"] = asdict(plan)
-            print(f"{model} {method}: {plan.peak / 2**30:.1f} GiB", flush=True)
+            print(f"{model} {method}: {max(plan.peaks.values()) / 2**30:.1f} GiB", flush=True)
             FILE.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
 
 

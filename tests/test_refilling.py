@@ -165,7 +165,8 @@ def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tm
     assert rows_of(trajectories) == ([2], [0, 1, 3])
     assert collector.cursor.position == 4
     metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
-    update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
+    update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "actor/skipped": 0.0}
+    update["rollout/zero_variance"] = 0.0
     health = Health(tmp_path, make_config(max_refills=1), 0)
     (problem,) = health.check(metrics | update)
     assert problem.name == "had too few groups" and "1 of 2 groups" in problem.reason

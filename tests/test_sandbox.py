@@ -214,6 +214,7 @@ def test_output_that_is_no_utf_8_is_replaced():
 
 
 def test_a_strength_that_the_machine_lacks_is_an_error(monkeypatch, capsys):
+    monkeypatch.delenv(sandbox.INHERITED, raising=False)
     monkeypatch.setattr(sandbox, "best_strength", lambda: "user")
     sandbox.require("user")
     assert "strength 'user'" in capsys.readouterr().out

@@ -54,8 +54,8 @@ def test_envs_of_sources_that_do_not_fit(words, capsys):
     with pytest.raises(ValueError, match="the envs of b have run"):
         read_ppo_inputs(parse(PPOConfig, [*words[:2], "rollout.env_path={a:one.py,b:agent.py}"]))
     for env_path, problem in (
-        ("{a:one.py}", "sources without an env: set rollout.env_path.NAME=PATH for b too"),
-        ("{a:one.py,b:two.py,c:two.py}", "rollout.env_path.c=two.py: no source"),
+        ("{a:one.py}", "give an env to each source of data.path"),
+        ("{a:one.py,b:two.py,c:two.py}", "give an env to each source of data.path"),
         ("{a:one.py,b:three.py}", "rollout.env_path=three.py: no such file"),
     ):
         with pytest.raises(SystemExit):
@@ -63,4 +63,4 @@ def test_envs_of_sources_that_do_not_fit(words, capsys):
         assert problem in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*words, "data.test_path=a.jsonl"])
-    assert "name it with data.test_path.NAME=PATH" in capsys.readouterr().err
+    assert "give an env to each source of data.path" in capsys.readouterr().err

@@ -193,6 +193,7 @@ def test_a_closed_workspace_says_so(workspace):
 
 
 def test_a_launcher_that_dies_is_told(workspace, folder):  # noqa: F811
+    wait_until(lambda: find_processes(folder))
     for process in find_processes(folder):
         os.kill(int(process), signal.SIGKILL)
     with pytest.raises(OSError, match="has ended"):

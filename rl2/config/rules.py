@@ -254,4 +254,6 @@ def check_envs(config: PPOConfig) -> Iterator[Problem]:
             "rollout.env_path.NAME=PATH, or one to all of them; they are "
             f"{', '.join(sorted(filter(None, sources))) or 'none'}"
         )
+        if "" in sources:
+            reason += "; name the other with data.path.NAME=PATH or data.test_path.NAME=PATH"
         yield wrong_value("rollout.env_path", env_path, reason)

@@ -99,8 +99,12 @@ class RunFolder:
             if self.is_first:
                 is_restarted = self.path.is_dir() and was_restarted_by_torchrun(self.path)
                 self._lock(is_restarted)
-                for entry in ("model", BEST_MODEL, "checkpoints/step_"):
-                    sweep(self.path, entry)
+                for folder, name in (
+                    (self.path, "model"),
+                    (self.path, BEST_MODEL),
+                    (self.path / "checkpoints", "step_"),
+                ):
+                    sweep(folder, name)
                 start = find_start(self.config, self.identity, is_restarted)
         except (OSError, RuntimeError, ValueError) as error:
             problem = str(error)

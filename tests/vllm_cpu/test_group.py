@@ -16,9 +16,10 @@ SECONDS_TO_END = 60  # after the first process has failed
 # It works with the replies by which the start of the run tries it.
 FAILING_ENV = """
 import os, time
+from rl2.env.load import TRIAL_REPLIES
 
 def reward_fn(messages, answer):
-    if messages[-1]["content"] in ("", "The answer is 42."):
+    if messages[-1]["content"] in TRIAL_REPLIES:
         return 0.0
     print(f"failed at {{time.time()}}", flush=True)
     {fail}
