@@ -16,10 +16,12 @@ SECONDS_TO_END = 60  # after the first process has failed
 # It works with the replies by which the start of the run tries it.
 FAILING_ENV = """
 import os, time
-from rl2.env.load import TRIAL_REPLIES
+from pathlib import Path
+
+STARTED = Path(__file__).with_name("run") / "config.yaml"
 
 def reward_fn(messages, answer):
-    if messages[-1]["content"] in TRIAL_REPLIES:
+    if not STARTED.exists():  # the trial before the run
         return 0.0
     print(f"failed at {{time.time()}}", flush=True)
     {fail}
