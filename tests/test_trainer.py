@@ -142,8 +142,8 @@ def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(se
     (tmp_path / "equal.py").write_text("def reward_fn(messages, answer):\n    return 1.0\n")
     (tmp_path / "mine.py").write_text(
         "from rl2.algorithms.losses import PolicyLoss\n"
-        "def pushed(logps, advantages):\n    return -(advantages + 0.1) * logps, {}\n"
-        "def plain(logps, advantages):\n    return -advantages * logps, {}\n"
+        "def pushed(x):\n    return -(x.advantages + 0.1) * x.logps, {}\n"
+        "def plain(x):\n    return -x.advantages * x.logps, {}\n"
         "declared = PolicyLoss(plain, vanishes_without_advantage=True)\n"
     )
     pushed = [f"actor.loss={tmp_path}/mine.py:pushed"]
@@ -514,7 +514,6 @@ def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_a
     lines = read_metrics(tmp_path / "run")
     assert [line["actor/kl"] == 0 for line in lines] == [True, False, True, False, True]
     assert lines[-1]["actor/teacher_kl"] < lines[0]["actor/teacher_kl"]
-    assert "then 4 updates of the actor" in done.stdout
     skipped = [line["actor/skipped"] for line in lines]
     assert any(0 < fraction < 1 for fraction in skipped), "an update on the policy has the ratio 1"
     assert "was above actor.skip_threshold=1.0001" in done.stdout
