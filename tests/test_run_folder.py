@@ -525,6 +525,13 @@ rollout:
 """
 
 
+@pytest.mark.parametrize("text", ["a" * 300, "~~ be short", "no file: or so", "a\0b"])
+def test_a_text_that_is_no_path_names_no_file(text):
+    config = SFTConfig()
+    config.data.system_prompt = text
+    assert identify(config, "").contents == {}
+
+
 def test_the_config_of_an_older_run_is_read_without_sections_that_had_no_effect(run):
     text = (run / "config.yaml").read_text() + OLD_SECTION
     text = text.replace("trainer:\n", "trainer:\n  report_freq: null\n")

@@ -1,6 +1,7 @@
 """What differs between an earlier run's config and today's: is it the same experiment?"""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ DATA = "data.path"
 # Where and how a run resumes: these say nothing about the experiment.
 UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
 LENGTH = ("trainer.n_epochs", "trainer.max_steps")  # how far a run goes
-
-LONGEST_PATH = 4096  # characters; a system prompt may be longer
 
 Changes = dict[str, str]  # since an earlier run: key -> its old and new value, in words
 
@@ -45,10 +44,11 @@ def _find_files(value: Any) -> list[Path]:
     """The files that a value names, as FILE or FILE:FUNCTION, also several by name."""
     if isinstance(value, dict):
         return [file for name in sorted(value) for file in _find_files(value[name])]
-    if not isinstance(value, str) or len(value) > LONGEST_PATH:
+    if not isinstance(value, str):
         return []
-    paths = [Path(text).expanduser() for text in (value, value.rpartition(":")[0])]
-    return [path for path in paths if path.is_file()][:1]
+    # Of os.path, since a text such as a system prompt may be no path at all, where pathlib raises.
+    paths = [os.path.expanduser(text) for text in (value, value.rpartition(":")[0])]
+    return [Path(path) for path in paths if os.path.isfile(path)][:1]
 
 
 def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[Changes, Changes]:
