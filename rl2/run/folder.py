@@ -99,12 +99,9 @@ class RunFolder:
             if self.is_first:
                 is_restarted = self.path.is_dir() and was_restarted_by_torchrun(self.path)
                 self._lock(is_restarted)
-                for folder, name in (
-                    (self.path, "model"),
-                    (self.path, BEST_MODEL),
-                    (self.path / "checkpoints", "step_"),
-                ):
-                    sweep(folder, name)
+                sweep(self.path, "model")
+                sweep(self.path, BEST_MODEL)
+                sweep(self.checkpoints.folder, "step_")
                 start = find_start(self.config, self.identity, is_restarted)
         except (OSError, RuntimeError, ValueError) as error:
             problem = str(error)

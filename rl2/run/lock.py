@@ -18,7 +18,6 @@ from rl2 import cleanup
 # last run is gone and did not, as it was killed; the lock is of another machine.
 Holding = Literal["never", "held", "released", "abandoned", "unknown"]
 
-
 BEAT_SECONDS = 2.0  # between two touches of owner.json by the run that has the folder
 WATCH_SECONDS = 20.0  # an owner on another machine that does not touch it for so long is gone
 

@@ -198,7 +198,7 @@ def count_steps(examples: Examples | Mixture, folder: RunFolder) -> int:
     return steps
 
 
-def check_layers(config: Any) -> None:
+def check_lora(config: Any) -> None:
     """ValueError for adapters that the models cannot have. It reads no weights."""
     for worker in worker_names(config):
         section = getattr(config, worker)

@@ -18,7 +18,7 @@ from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
-    check_layers,
+    check_lora,
     count_steps,
     make_chat_template,
     read_examples,
@@ -66,7 +66,7 @@ class OfflineRun:
         key = f"{self.worker_name}.model_name"
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
-        check_layers(config)
+        check_lora(config)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(examples, folder)

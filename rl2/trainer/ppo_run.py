@@ -60,7 +60,7 @@ from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.signals import StopSignal
-from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
+from rl2.trainer.inputs import check_lora, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
@@ -108,7 +108,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
         check_model("critic.model_name", config.critic.model_name, critic=True)
     if loads_teacher(config):
         check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
-    check_layers(config)
+    check_lora(config)
     rows, envs = read_ppo_inputs(config, functions)
     link = split_world(num_samplers) if num_samplers else None
     is_training = not config.trainer.eval_only and not (link and link.is_sampler)

@@ -196,9 +196,9 @@ class Recorder:
         folder = self.folder
         if folder.best is None:
             return
-        before = folder.best.value
         self.earlier_best = folder.best
         folder.best = folder.best.judge(step, metrics)
+        before = self.earlier_best.value
         if is_first_rank() and before is not None and folder.best_step == step:
             error = folder.best.standard_error(metrics)
             if abs(folder.best.value - before) < error:
