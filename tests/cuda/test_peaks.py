@@ -18,7 +18,7 @@ from tracker import Phase
 
 from rl2.worker import Worker
 
-TOLERANCE = 0.025
+TOLERANCE = 0.02
 
 
 @dataclass
@@ -38,14 +38,14 @@ def peaks(load, infer, update, step, sync, steady, host=0.0) -> dict[str, float]
 
 CASES = {
     "0.6b-1": Case("qwen3-0.6b", 1, peaks(7.15, 8.57, 12.59, 9.54, 7.46, 7.15)),
-    "1.5b-1": Case("qwen2.5-1.5b", 1, peaks(18.52, 20.11, 28.38, 24.70, 18.99, 18.52)),
-    "7b-8": Case("qwen2.5-7b", 8, peaks(11.42, 16.77, 25.55, 15.23, 13.74, 11.42)),
+    "1.5b-1": Case("qwen2.5-1.5b", 1, peaks(18.52, 20.09, 28.18, 24.71, 18.99, 18.52)),
+    "7b-8": Case("qwen2.5-7b", 8, peaks(11.42, 16.77, 25.55, 15.24, 13.74, 11.42)),
     "7b-64": Case("qwen2.5-7b", 64, peaks(2.69, 6.78, 12.22, 1.90, 3.63, 1.43)),
     # `host` is all of the weights and both moments, 12 bytes a parameter.
     "7b-1-offloaded": Case(
         "qwen2.5-7b",
         1,
-        peaks(34.82, 34.15, 70.78, 63.61, 3.27, 0.0, host=91.39),
+        peaks(34.82, 34.15, 70.78, 63.09, 3.27, 0.0, host=91.39),
         {"offload_model": True, "offload_optimizer": True},
     ),
 }
