@@ -24,7 +24,6 @@ from rl2.report.loggers import MetricsLog, RunInfo, start_wandb
 from rl2.report.page import write_page
 from rl2.report.summary import summarize
 from rl2.run.records import MetricsFile
-from rl2.run.success import reward_metric
 from rl2.tools import report as report_command
 
 # A healthy step of GRPO.
@@ -229,38 +228,6 @@ def test_constant_rewards_of_a_critic_are_told():
     [problem] = find_problems(metrics, config)
     assert problem.name == "earned a constant reward" and "all 8 answers" in problem.reason
     assert find_problems(metrics | {"reward/std": 0.5}, config) == []  # prompts differ
-
-
-RISING = [0.1, 0.12, 0.09, 0.11, 0.1, 0.3, 0.5, 0.58, 0.62, 0.6, 0.61, 0.6]
-UNCERTAIN = [0.1, 0.4, 0.2, 0.3, 0.1, 0.3, 0.2, 0.1, 0.4, 0.3, 0.1, 0.2]
-
-
-@pytest.mark.parametrize(
-    "trained, gold, weight, first_alarm",
-    [
-        (RISING, UNCERTAIN, 0, 10),
-        (RISING, [0.0] * 12, 0, 10),  # also where it is never earned
-        (RISING, RISING[::-1], 0, 10),
-        (RISING, [value / 3 for value in RISING], 0, None),  # they rise together
-        (RISING, UNCERTAIN, 1, None),  # it is trained
-        (UNCERTAIN, [0.0] * 12, 0, None),
-        (RISING[::-1], [0.0] * 12, 0, None),
-    ],
-)
-@pytest.mark.parametrize("part", ["gold", "mean"])
-def test_a_reward_that_rises_without_a_part_of_weight_0(
-    tmp_path, trained, gold, weight, first_alarm, part
-):
-    config = make_config()
-    config.rollout.reward_weights = {part: weight, "style": 1.0}
-    health = Health(tmp_path, config, start_step=0)
-    alarms = []
-    for step, (reward, value) in enumerate(zip(trained, gold, strict=True), 1):
-        rewards = {"reward/mean": reward, reward_metric(part): value, "reward/style": reward}
-        for problem in health.check(STEP | rewards | {"step": step}):
-            assert part in problem.name and f"step_{step}.jsonl" in problem.reason
-            alarms.append(step)
-    assert alarms == ([] if first_alarm is None else [*range(first_alarm, 13)])
 
 
 def skip_updates(health, first_step, num_steps, fraction=1.0):

@@ -5,18 +5,15 @@ then less and less often, and stops a run that has diverged.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, variance
 from typing import Any
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.conditions import has_teacher
 from rl2.report.learning import Problem, find_lack_of_learning
 from rl2.run.checkpoints import Checkpoints
-from rl2.run.success import REWARD, reward_metric
 
 # With more answers cut, the reward mostly measures the limit, not how good the answers are.
 MAX_CUT_FRACTION = 0.5
@@ -26,10 +23,6 @@ GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group"
 EMPTY_STEPS = 3
 # Of an update's effect: rounding hides the rest. A rate that is too low for bfloat16 is far below.
 MIN_VISIBLE_UPDATE = 0.1
-# A reward part of weight 0 is compared over this many steps, the first and the last ones.
-GOLD_STEPS = 5
-# In standard errors of a difference: what is surely a rise, and what may be none.
-SURE_RISE, POSSIBLE_RISE = 4.0, 1.0
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
@@ -59,8 +52,6 @@ class Health:
         self.num_steps = 0  # so far, in this process
         self.step_counts: dict[str, int] = {}  # by the name of the problem
         self.num_empty_steps = 0  # in a row, without a group to train
-        # Of the trained reward and of each part of weight 0, by their metrics.
-        self.rewards: dict[str, list[float]] = defaultdict(list)
         self.gradients = {"actor": Gradients(), "critic": Gradients()}
 
     def check(self, metrics: Metrics) -> list[Problem]:
@@ -77,7 +68,7 @@ class Health:
                     metrics[f"{worker}/skipped"],
                     _updates_per_step(self.config, worker),
                 )
-        return [*find_problems(metrics, self.config), *self._find_unconfirmed_reward(metrics)]
+        return find_problems(metrics, self.config)
 
     def describe(self, step: int, problems: list[Problem]) -> list[str]:
         """Returns what to print about a step: new problems, and counts of frequent ones."""
@@ -154,32 +145,6 @@ class Health:
             f"{worker}.lr={section.lr:g} and {remedy}"
         )
 
-    def _find_unconfirmed_reward(self, metrics: Metrics) -> Iterator[Problem]:
-        """Finds a rise of the reward that a part of weight 0, which is not trained, does not have.
-
-        Over the steps of this process.
-        """
-        if not metrics["step"] or REWARD not in metrics:
-            return
-        weights = self.config.rollout.reward_weights
-        untrained = {name: reward_metric(name) for name in weights if weights[name] == 0}
-        for metric in (REWARD, *untrained.values()):
-            if metric in metrics:
-                self.rewards[metric].append(metrics[metric])
-        means = self.rewards[REWARD]
-        if not rises(means, SURE_RISE):
-            return
-        for name, metric in untrained.items():
-            values = self.rewards[metric]
-            if len(values) == len(means) and not rises(values, POSSIBLE_RISE):
-                reason = (
-                    f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} {REWARD} went "
-                    f"{_describe_change(means)} and {metric}, which is not trained, "
-                    f"{_describe_change(values)}. The policy may exploit the reward: read the "
-                    f"answers that earn most in rollouts/train/step_{metrics['step']}.jsonl"
-                )
-                yield Problem(f"earned a reward that {name} does not confirm", reason)
-
 
 @dataclass
 class Gradients:
@@ -203,23 +168,6 @@ class Gradients:
         else:
             self.num_skipped = 0
             self.last_finite_step = step
-
-
-def rises(values: list[float], num_errors: float) -> bool:
-    """Whether the last values are higher than the first ones by so many standard errors.
-
-    False for fewer than 2 x GOLD_STEPS values.
-    """
-    if len(values) < 2 * GOLD_STEPS:
-        return False
-    first, last = values[:GOLD_STEPS], values[-GOLD_STEPS:]
-    error = math.sqrt((variance(first) + variance(last)) / GOLD_STEPS)
-    return fmean(last) - fmean(first) > num_errors * error
-
-
-def _describe_change(values: list[float]) -> str:
-    """Returns the means of the first and the last values, in words."""
-    return f"from {fmean(values[:GOLD_STEPS]):.3g} to {fmean(values[-GOLD_STEPS:]):.3g}"
 
 
 def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
