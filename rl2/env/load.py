@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
 
 from rl2.data.rows import Rows
@@ -137,7 +136,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
         finally:
             if env.path:
                 trial.env.close()
-        warnings += filter(None, [trial.repaired, *trial.warnings])
+        warnings += trial.warnings
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -195,30 +194,31 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
                 )
 
 
-@dataclass
 class _Trial:
-    """Conversations of one reply with an environment."""
+    """Conversations of one reply with an environment.
 
-    env: Env
-    max_turns: int
-    warnings: list[str] = field(default_factory=list)
-    failures: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
-    """failure -> (the first row that had it, the replies)"""
-    num_tried: int = 0  # conversations
-    num_right: int = 0  # conversations without a failure
-    num_repaired: int = 0  # those among them that failed before
-    repaired: str = ""  # a warning of them
-    is_late: bool = False  # a call is late whenever it is tried, so no further one is
+    `failures` are those of conversations that fail whenever they are tried: the first row and
+    reply of each.
+    """
+
+    def __init__(self, env: Env, max_turns: int):
+        self.env = env
+        self.max_turns = max_turns
+        self.failures: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self._keys = itertools.count()
+        self._slots = asyncio.Semaphore(TRIAL_PROCESSES if env.path else MAX_TRIAL_ROWS)
+        self._has_worked = False
+        self._is_late = False  # a call is late whenever it is tried, so no further one is
 
     async def run(self, sets: list[list[LocatedRow]]) -> list[str]:
         """Returns the failures on the rows of data sets, and warns of their gold answers."""
-        self.slots = asyncio.Semaphore(TRIAL_PROCESSES if self.env.path else MAX_TRIAL_ROWS)
         trials = [(*row, reply) for rows in sets for row in rows for reply in TRIAL_REPLIES]
         await asyncio.gather(*(self._try(*trial) for trial in trials))
         if not self.failures and self.env.spec.reward_functions():
             for rows in sets:
                 await self._try_golds(rows)
-        return [_describe_failure(failure, *places) for failure, places in self.failures.items()]
+        return [f"{place}, {failure}" for failure, place in self.failures.items()]
 
     async def _try_golds(self, rows: list[LocatedRow]) -> None:
         """Warns if the gold answer of a row earns no more than a wrong one in all forms."""
@@ -255,36 +255,29 @@ class _Trial:
         There are none where it fails whenever it is tried, which is noted.
         """
         failure: EnvError | None = None
-        self.num_tried += 1
-        number = self.num_tried
-        async with self.slots:
-            for play in range(MAX_TRIAL_PLAYS):
-                if self.is_late:
+        async with self._slots:
+            for number in range(MAX_TRIAL_PLAYS):
+                if self._is_late:
                     break
-                key = ("trial", number, play)
+                key = ("trial", next(self._keys))
                 try:
                     parts = await play_reply(self.env, self.max_turns, row, reply, key)
                 except EnvError as error:
                     failure = error
-                else:
-                    self._note_right(failure)
-                    return parts
-                # A late call takes long. If none was in time, it is not by chance.
-                if isinstance(failure, LateError) and (play or not self.num_right):
-                    self.is_late = True
+                    # A late call takes long. If none was in time, it is not by chance.
+                    is_by_chance = not number and self._has_worked
+                    self._is_late |= isinstance(error, LateError) and not is_by_chance
+                    continue
+                self._has_worked = True
+                if failure and not self.warnings:
+                    self.warnings.append(
+                        "a conversation of the env file's trial failed, and worked when tried "
+                        f"again. In a run a failure costs its trajectory. It was: {failure}"
+                    )
+                return parts
         if failure:
-            _, replies = self.failures.setdefault(str(failure), (location, set()))
-            replies.add(reply)
+            self.failures.setdefault(str(failure), f"{location}: with the reply {reply!r}")
         return {}
-
-    def _note_right(self, failure: EnvError | None) -> None:
-        self.num_right += 1
-        if failure is not None:
-            self.num_repaired += 1
-            self.repaired = (
-                f"{self.num_repaired} conversations of the env file's trial failed, and worked "
-                f"when tried again. In a run a failure costs its trajectory. The last: {failure}"
-            )
 
 
 async def play_reply(
@@ -311,10 +304,3 @@ async def play_reply(
         raise
     await env.end(key)
     return parts
-
-
-def _describe_failure(failure: str, location: str, replies: set[str]) -> str:
-    """Returns the failure, with the reply of the assistant if other replies have another result."""
-    if replies >= {*TRIAL_REPLIES}:
-        return f"{location}: {failure}"
-    return f"{location}: with the reply {min(replies)!r}, {failure}"
