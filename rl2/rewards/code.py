@@ -74,8 +74,9 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
         the class Solution. An input has an argument in JSON on each line, an output is JSON. Or,
         as in APPS, an input is a list of arguments, an output a value or a list of that value;
         objects whose keys are whole numbers have numbers as keys.
-    The text of Python tests, or a list of such texts: asserts, or what pytest or unittest would
-        find. Without any of these, what follows `if __name__ == "__main__":` runs.
+    The text of Python tests, or a list of such texts: asserts, functions test_...() without
+        arguments, or classes of unittest. Without any of these, what follows
+        `if __name__ == "__main__":` runs.
 
     All of these may be in JSON. `limits` are those of each run. Raises ValueError or SyntaxError if
     the tests cannot be read or run nothing, OSError if the sandbox does not work, TimeoutError if a

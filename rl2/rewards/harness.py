@@ -276,7 +276,7 @@ def check(tests: str, token: str) -> NoReturn:
     exec(compile(tree, "tests", "exec"), scope)
     collected = list(collect(scope))
     for test in collected:
-        run_test(test)
+        test()
     if not collected:
         for node in tree.body:
             if isinstance(node, ast.If) and is_main_guard(node):
@@ -289,19 +289,21 @@ def check(tests: str, token: str) -> NoReturn:
 def find_problem(scope: dict[str, Any], names: set[str]) -> str:
     """Says what the tests lack, or nothing. `names` are those that they use."""
     for name, value in scope.items():
-        is_own = isinstance(value, FunctionType) and value.__module__ == "tests"
-        is_test = is_own and name.startswith("test") and name not in names
-        if is_test and needed_arguments(value) and not hasattr(value, "pytestmark"):
-            arguments = ", ".join(sorted(needed_arguments(value)))
+        is_own = getattr(value, "__module__", "") == "tests" and name not in names
+        is_left_out = isinstance(value, FunctionType | type) and not (
+            is_test(value) or is_suite(value)
+        )
+        if is_own and is_left_out and name.startswith(("test", "Test")):
             return (
-                f"the tests have {name}({arguments}), and nothing calls it. Add a call; fixtures "
-                "of pytest are not supported"
+                f"the tests have {name}, and nothing calls it. Add a call, or write functions "
+                "without arguments or a class of unittest: fixtures, parameters, async functions "
+                "and classes as of pytest are not supported"
             )
     if Client.num_calls:
         return ""
     return (
-        "the tests run nothing of the program. Add a call, such as check(f), or tests that pytest "
-        "or unittest would find"
+        "the tests run nothing of the program. Add a call, such as check(f), a function test_...() "
+        "or a class of unittest"
     )
 
 
@@ -331,79 +333,31 @@ def is_main_guard(node: ast.If) -> bool:
 
 
 def collect(scope: dict[str, Any]) -> Iterator[Callable]:
-    """The tests that pytest would collect: functions, methods of classes, and those of unittest."""
-    unittest = sys.modules.get("unittest")
+    """The tests that nothing calls: functions without arguments, and classes of unittest."""
     for name, value in list(scope.items()):
         if getattr(value, "__module__", "") != "tests":
             continue
-        if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
+        if is_suite(value):
+            unittest: Any = sys.modules["unittest"]
             suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
             if suite.countTestCases():
                 yield functools.partial(run_suite, suite)
-        elif isinstance(value, type) and name.startswith("Test"):
-            for method in [name for name in dir(value) if name.startswith("test")]:
-                run = functools.partial(run_method, value, method)
-                yield from with_arguments(run, getattr(value, method))
-        elif isinstance(value, FunctionType) and name.startswith("test"):
-            yield from with_arguments(value, value)
+        elif name.startswith("test") and is_test(value):
+            yield value
 
 
-def with_arguments(run: Callable, function: Callable) -> Iterator[Callable]:
-    """Yields the test once, or once for each set of arguments that pytest's parametrize gives it.
-
-    A function that needs other arguments is none of the tests: they call it.
-    """
-    choices: list[dict[str, Any]] = [{}]
-    for mark in getattr(function, "pytestmark", []):
-        if mark.name == "parametrize":
-            names, values = mark.args[:2]
-            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
-            given = [named_values(names, value) for value in values]
-            choices = [choice | more for choice in choices for more in given]
-    for choice in choices:
-        if needed_arguments(function) <= {"self", *choice}:
-            yield functools.partial(run, **choice)
+def is_suite(value: Any) -> bool:
+    unittest: Any = sys.modules.get("unittest")
+    return bool(unittest) and isinstance(value, type) and issubclass(value, unittest.TestCase)
 
 
-def named_values(names: list[str], value: Any) -> dict[str, Any]:
-    if type(value).__name__ == "ParameterSet":  # of pytest.param
-        value = value.values
-    elif len(names) == 1:
-        value = [value]
-    return dict(zip(names, value, strict=True))
-
-
-def needed_arguments(function: Callable) -> set[str]:
-    return {
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
-def run_method(kind: type, name: str, **arguments: Any) -> None:
-    """Runs a method of a new object of a class, between what pytest runs before and after it."""
-    tests = kind()
-
-    def run_hooks(*names: str) -> None:
-        for hook in [getattr(tests, name) for name in names if hasattr(tests, name)]:
-            run_test(functools.partial(hook, method) if needed_arguments(hook) else hook)
-
-    method = getattr(tests, name)
-    run_hooks("setup_class", "setup_method")
-    try:
-        run_test(functools.partial(method, **arguments))
-    finally:
-        run_hooks("teardown_method", "teardown_class")
-
-
-def run_test(test: Callable) -> None:
-    result = test()
-    if inspect.iscoroutine(result):
-        import asyncio  # here, so that programs start faster
-
-        asyncio.run(result)
+def is_test(value: Any) -> bool:
+    """Whether it is a function that can be called without arguments, and is not async."""
+    if not isinstance(value, FunctionType) or inspect.iscoroutinefunction(value):
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in kinds for p in parameters)
 
 
 def run_suite(suite: Any) -> None:
