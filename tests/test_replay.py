@@ -1,13 +1,16 @@
 """`python -m rl2 replay`: a recorded step is run again, and each planted change is named."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
-from dataclasses import replace
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from common import (
     LETTER_ENV,
     launch,
@@ -20,6 +23,7 @@ from common import (
 )
 from safetensors.numpy import load_file, save_file
 
+from rl2.run.signals import STOP_SIGNALS
 from rl2.tools import replay
 
 
@@ -95,31 +99,36 @@ def runs(data):
     return data / "runs"
 
 
-def forked(command, start):
-    """Runs the program of a replay in processes that are forked after the imports."""
-    assert start["threads"] == 1
-    module = command.index("rl2.tools.rerun")
-    done = launch(start["world_size"], *command[module - 1 :], check=False)
-    print(done.stdout)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-
-
 @pytest.fixture
 def replayed(capsys, monkeypatch):
-    """Calls the command. Returns (status, what it printed)."""
+    """Calls the command in this process. Returns (status, what it printed)."""
 
-    def replay_here(folder, step, *more, run_processes=forked):
-        monkeypatch.setattr(replay, "run_processes", run_processes)
+    def replay_here(folder, step, *more):
         words = ["rl2 replay", str(folder), "--step", str(step), *map(str, more)]
         monkeypatch.setattr(sys, "argv", words)
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with keep_process(), pytest.raises(SystemExit) as ended:
             replay.main()
         printed = capsys.readouterr()
         return ended.value.code, printed.out + printed.err
 
     return replay_here
+
+
+@contextmanager
+def keep_process():
+    """What a run changes in its process is as before afterwards."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    folder, path = os.getcwd(), list(sys.path)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        sys.path[:] = path
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "dpo", "rm"])
@@ -139,25 +148,19 @@ def test_steps_of_every_trainer_are_the_same_again(runs, replayed, trainer):
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_saved_tokens_give_the_same_steps_without_an_engine(copied, replayed, tmp_path):
-    shutil.rmtree(copied / "checkpoints/step_2")
-    words = ["--rollouts", "saved", "--out", tmp_path / "out"]
-    status, output = replayed(copied, 3, *words)
-    assert status == 0 and "same: steps 2 to 3 (" in output and "rollout engine" not in output
-    assert [line["step"] for line in read_metrics(tmp_path / "out")] == [2, 3]
-    assert not (tmp_path / "out/checkpoints").exists() and not (tmp_path / "out/model").exists()
-
-
 @pytest.mark.nightly
-def test_a_killed_run_of_two_processes_replays(data, replayed, tmp_path):
+def test_a_killed_run_of_two_processes_replays(data, tmp_path):
     """Its steps after the kill, and those before it, from the beginning of the run."""
     shorter = ("trainer.max_steps=2", "trainer.test_freq=null")
     words = arguments(data, "ppo", tmp_path / "run", *shorter)
     launch_runs(2, [["kill=3", *words], words])
     assert len(json.loads((tmp_path / "run/run.json").read_text())["starts"]) == 2
     shutil.rmtree(tmp_path / "run/checkpoints")
-    status, output = replayed(tmp_path / "run", 2)
-    assert status == 0 and "same: steps 1 to 2 (" in output, output
+    words = ["-m", "rl2.tools.replay", tmp_path / "run", "--step", 2]
+    done = launch(2, *words, check=False)
+    assert done.returncode and "ran as 2 processes: start `torchrun " in done.stderr
+    done = launch(2, *words, "--out", tmp_path / "out")
+    assert "same: steps 1 to 2 (" in done.stdout, done.stdout
 
 
 @pytest.fixture
@@ -169,24 +172,15 @@ def copied(runs, tmp_path):
 @pytest.fixture(scope="module")
 def again(runs, tmp_path_factory):
     """The folder of a replay of the steps 1 to 3 of `runs`/ppo."""
-    folder = tmp_path_factory.mktemp("again") / "ppo"
-    rerun = replace(replay.make_rerun(runs / "ppo", 1, "again", folder), last_step=3)
-    start = replay.find_launch(runs / "ppo", 1)
-    replay.prepare(runs / "ppo", folder)
-    forked(replay.make_command(rerun, start), start)
-    date = json.loads((folder / "run.json").read_text())["date"]
+    folder = tmp_path_factory.mktemp("again")
+    run = shutil.copytree(
+        runs / "ppo", folder / "run", ignore=shutil.ignore_patterns("checkpoints")
+    )
+    with keep_process():
+        assert replay.replay(replay.find_steps(run, 3), folder / "out") == ""
+    date = json.loads((folder / "out/run.json").read_text())["date"]
     assert date == "2001-02-03", "a chat template would show another day"
-    return folder
-
-
-@pytest.fixture
-def steps_again(again):
-    """It, in the place of the processes of a replay."""
-
-    def run_processes(command, start):
-        shutil.copytree(again, json.loads(command[-1])["out"], dirs_exist_ok=True)
-
-    return run_processes
+    return folder / "out"
 
 
 def flip_token(folder):
@@ -229,16 +223,11 @@ def edit_metrics(number, **changes):
 
 ANSWER = "step 3, group 1, answer 1 of rollouts/train/step_3.jsonl\n  "
 EDITS = {  # what is planted in a record -> (the edit, how the first difference begins)
-    "token": (
-        flip_token,
-        r"step 2, group 0, answer 0 of .*\n  tokens\.\d+\.id: \d+ '.*' and \d+ '",
-    ),
-    "log-probability": (edit_logp, r"step 1, group 1, answer 3 of .*\n  tokens\.\d+\.logp: "),
+    "token": (flip_token, r"step 2, group 0, answer 0 of .*\n  tokens\.\d+: \d+ and \d+$"),
+    "log-probability": (edit_logp, r"step 1, group 1, answer 3 of .*\n  logps\.\d+: "),
     "row": (edit_answer(row={"answer": "x"}), f"{ANSWER}row.answer: x and abc"),
     "reward": (edit_answer(reward=7.5, advantage=9.0), f"{ANSWER}reward: 7.5 and "),
-    "failure": (edit_answer(finish_reason="failed"), f"{ANSWER}finish_reason: failed and length"),
-    "filtered": (edit_answer(is_filtered=True), f"{ANSWER}is_filtered: True and None"),
-    "answer": (drop_answer, "step 1, .*jsonl\n  ids of answers: "),
+    "answer": (drop_answer, r"step 1, .*jsonl\n  ids of answers\.7: nothing and 7"),
     "metric": (
         edit_metrics(2, **{"actor/grad_norm": 0.5}),
         "step 2, metrics.jsonl\n  actor/grad_norm: 0.5 and ",
@@ -259,46 +248,31 @@ def test_a_planted_difference_is_named(copied, again, name):
     assert re.match(expected, found), found
 
 
-def test_a_flipped_token_is_named_with_the_answers_sampled_again_and_with_saved_ones(
-    copied, replayed, steps_again
-):
-    flip_token(copied)
-    status, output = replayed(copied, 2, run_processes=steps_again)
-    assert status == 1 and "first difference: step 2, group 0, answer 0" in output
-    status, output = replayed(copied, 2, "--rollouts", "saved")
-    assert status == 1 and "\n  trainer_logps." in output, output
-
-
-def test_changed_versions_processors_and_code_are_named(copied, replayed, steps_again):
+def test_what_has_changed_since_the_run_is_named(copied, data, replayed):
     def change(record):
         record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
         record["starts"][0]["versions"]["torch"] = "0.1"
 
     edit_json(copied / "run.json", change)
-    status, output = replayed(copied, 1, run_processes=steps_again)
-    assert status == 0 and "changed since the run:\n" in output
-    for name in ("cpu: Z80 -> ", "code: 0000", "versions.torch: 0.1 -> "):
-        assert f"  {name}" in output
-
-
-def test_an_edited_environment_is_named(copied, data, replayed):
     path = data / "env.py"
     text = path.read_text()
     path.write_text(text.replace("return sum", "return 1 - sum"))
     status, output = replayed(copied, 2)
     path.write_text(text)
     assert status == 1 and "first difference: step 2, group 0, answer 0" in output
-    assert "  contents.rollout.env_path: " in output
+    assert "changed since the run:\n" in output
+    for name in ("cpu: Z80 -> ", "code: 0000", "versions.torch: 0.1 -> ", "contents.rollout.env_"):
+        assert f"  {name}" in output
 
 
-def test_other_rows_are_refused_and_named(data, runs, replayed):
+def test_other_rows_are_refused_after_a_checkpoint_and_named(data, runs, replayed):
     path = data / "sft.jsonl"
     text = path.read_text()
-    path.write_text(text.replace("aa", "ab", 1))
-    status, output = replayed(runs / "sft", 2)
+    path.write_text(text.replace("aa", "ab"))
+    (status, output), (other_status, other_output) = (replayed(runs / "sft", n) for n in (2, 1))
     path.write_text(text)
-    assert status == 2
-    assert f"data.path={path} has another content than when {runs / 'sft'}" in output
+    assert status == 2 and f"data.path: {path} has another content" in output
+    assert other_status == 1 and "  contents.data.path: " in other_output
 
 
 def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_path):
@@ -306,36 +280,30 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     assert status == 2 and "nothing is not the folder of a run" in output
     status, output = replayed(copied, 7)
     assert status == 2 and "--step 7: " in output and "has recorded steps 1 to 3" in output
-    status, output = replayed(runs / "sft", 1, "--rollouts", "saved")
-    assert status == 2 and "has not the tokens of step 1" in output
     status, output = replayed(copied, 1, "--out", copied)
     assert status == 2 and "is not empty: give a new folder" in output
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
     write_jsonl(copied / "metrics.jsonl", read_metrics(copied)[2:])
     status, output = replayed(copied, 2)
     assert status == 2 and "from a checkpoint of another run" in output
-    edit_json(copied / "run.json", lambda record: record["starts"][0].update(hosts=["a", "b"]))
+    edit_json(copied / "run.json", lambda record: record["starts"][0].update(world_size=2))
     status, output = replayed(copied, 3)
-    assert status == 2 and "2 machines" in output
+    assert status == 2 and "ran as 2 processes: start `torchrun " in output
     (copied / "run.json").unlink()
     status, output = replayed(copied, 1)
     assert status == 2 and "is not the folder of a run" in output
 
 
-def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
-    copied, replayed, steps_again
-):
-    edit_json(copied / "run.json", lambda record: record["starts"][0].update(gpu="a GPU"))
+def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(copied, again):
     lines = read_metrics(copied)
     lines[-1]["weights"]["actor"] = "0" * 16
-    lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE / 2
-    write_jsonl(copied / "metrics.jsonl", lines)
-    status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 0 and "(compared: metrics, answers, tokens)" in output, output
-    lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE
-    write_jsonl(copied / "metrics.jsonl", lines)
-    status, output = replayed(copied, 3, run_processes=steps_again)
-    assert status == 1 and "step 3, metrics.jsonl" in output
+    for share, found in ((0.5, ""), (1.5, "step 3, metrics.jsonl\n  actor/grad_norm: ")):
+        changed = lines[-1]["actor/grad_norm"] * (1 + share * replay.GPU_TOLERANCE)
+        write_jsonl(
+            copied / "metrics.jsonl", [*lines[:-1], {**lines[-1], "actor/grad_norm": changed}]
+        )
+        difference = replay.find_difference(copied, again, [3], replay.GPU_TOLERANCE)
+        assert difference.startswith(found) and bool(difference) == bool(found)
 
 
 @pytest.mark.nightly

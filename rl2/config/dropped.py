@@ -22,6 +22,7 @@ DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
     "rl2 prove": "rl2 as it is: every start compares model and engine (docs/proofs.md)",
     "rl2 diff": "rl2 replay RUN --step N, or diff on the config.yaml and metrics.jsonl of two runs",
+    "rl2 replay --rollouts": "trainer.rollouts_from=RUN, which trains on the tokens that RUN saved",
     "rl2 env --attack": "a part of the reward with weight 0 in the run itself (docs/rewards.md)",
     "rl2 ls --json": "rl2.Run(FOLDER).metrics, or metrics.jsonl and run.json of the run",
     "rl2 env actor.model_name": EVALUATE,

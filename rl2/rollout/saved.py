@@ -73,10 +73,8 @@ class SavedRollouts:
     """The `RolloutSource` that reads the rollouts of a run with trainer.save_tokens.
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
-    one again. The actor has started from `start_model`. `is_own`: this run itself sampled them,
-    with the weights that its actor has in each step or, if it `was_ahead`, had before. ValueError
-    if a step has no tokens, if they have another `meaning`, or no experts of this model where the
-    run `needs_experts`.
+    one again. The actor has started from `start_model`. ValueError if a step has no tokens, if they
+    have another `meaning`, or no experts of this model where the run `needs_experts`.
     """
 
     def __init__(
@@ -84,13 +82,9 @@ class SavedRollouts:
         path: str,
         start_model: StartModel,
         meaning: int,
-        is_own: bool = False,
-        was_ahead: bool = False,
         needs_experts: bool = False,
     ):
         self.folder = Path(path, "rollouts", "train")
-        self.is_own = is_own
-        self.was_ahead = was_ahead
         self.needs_experts = needs_experts
         self.meaning = meaning
         self.steps_done = 0  # over all epochs
@@ -128,8 +122,7 @@ class SavedRollouts:
                 "leave it out, or use a run that had it"
             )
         # The start model sampled the first step of any run, and is the actor of ours then.
-        is_start_model = step == 1 and self.has_same_model
-        self.clips_to_sampler = self.was_ahead or not (self.is_own or is_start_model)
+        self.clips_to_sampler = step > 1 or not self.has_same_model
         return trajectories
 
     @property

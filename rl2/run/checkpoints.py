@@ -130,7 +130,7 @@ class Checkpoints:
             dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
         except Failure as error:
             raise RuntimeError(explain_damage(path, describe_failure(error))) from error
-        # A replay from saved rollouts asks for less of the data's position than was saved.
+        # Saved rollouts ask for less of the data's position than may have been saved.
         skipped = {key.partition(".")[0] for key in saved if key not in asked}
         hashes = {name: text for name, text in (hashes or {}).items() if name not in skipped}
         _check_hashes(path, hashes, hash_states(parts, states))

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -176,11 +176,9 @@ def end_with_launcher() -> None:
 
 
 def _print_once_a_node(text: str) -> None:
-    """Prints from a signal handler, which may have interrupted a print."""
+    """Writes from a signal handler, which may have interrupted a print and the locks it holds."""
     if is_first_of_node():
-        try:
-            print(f"\n{text}", file=sys.stderr, flush=True)
-        except RuntimeError:
+        with suppress(OSError):  # nobody reads any more: Ctrl-C has ended `tee`, too
             os.write(STDERR, f"\n{text}\n".encode())
 
 

@@ -1,20 +1,18 @@
 """`rl2 replay RUN --step N`: runs a recorded step again, and says where it first differs.
 
-`rl2.tools.rerun` runs it, in processes of its own and in another folder. RUN is only read.
+It is a job like the recorded one, with as many processes, in another folder. It leaves out what
+changes no weights: evaluations, checkpoints, exports, services. RUN is only read.
 """
 
 import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain, product
+from dataclasses import dataclass
+from itertools import product, zip_longest
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,22 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from rl2.parallel.rank import is_first_rank
 from rl2.report.answers import prompt_of
-from rl2.report.saved import Record, read_lines, read_yaml
+from rl2.report.saved import Record, read_lines
 from rl2.run.records import read_object
 
-PACKAGE = Path(__file__).parent.parent
 # What differs from run to run. A warning may be about the cores of the machine.
 TIMED = ("time/", "overlap/", "memory/", "resources/", "tokens/per_second", "warnings")
 # Of a launch in run.json: what may change numbers.
-FACTS = ("cpu", "gpu", "threads", "world_size", "versions", "commit", "code")
+FACTS = ("cpu", "gpu", "threads", "commit", "code")
 # What an answer is compared by, in the order in which a step makes it. It may lack some of it.
 PARTS = (
-    *("row", "prompt", "tokens", "messages", "finish_reason", "length"),
+    *("row", "prompt", "tokens", "logps", "messages", "finish_reason", "length"),
     *("rewards", "weights", "reward", "is_filtered", "trainer_logps", "advantages", "advantage"),
 )
 COLUMNS = {"tokens", "mask", "logps", "trainer_logps", "advantages"}  # of step_N.safetensors
+NOTHING = "nothing"  # where only one of the two has a value
 SHOWN = 80  # characters of a value
 # Kernels of GPUs may add in any order: numbers may differ by this much, or by this fraction, and
 # the hash of the weights is not compared. No replay has been tried on a GPU.
@@ -44,133 +43,121 @@ GPU_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
-class Rerun:
-    """Which steps to run again, and from what. Paths are texts, so that JSON can hold them."""
+class Recorded:
+    """The steps that are run again, and what they need of the recorded run."""
 
-    run: str  # folder of the recorded run
-    out: str  # folder of the replay
+    run: Path
+    launch: Record  # of run.json: the launch that did the last step
     trainer: str  # the name of the config's class
-    config: str  # folder with the config.yaml of the launch that did the steps
-    checkpoint: str | None  # before the first step; None at the beginning of the run
-    first_step: int
-    last_step: int
-    takes_saved: bool  # the tokens that the run saved; otherwise answers are sampled again
-
-    @property
-    def steps(self) -> range:
-        return range(self.first_step, self.last_step + 1)
+    config: Path  # the folder with the config.yaml of that launch
+    checkpoint: Path | None  # before the first step; None at the beginning of the run
+    steps: range
 
 
 def main() -> None:
-    """Prints the comparison. Exit status 0: the same, 1: not, 2: the step cannot be run again."""
+    """Prints the comparison. Exit status 0: the same, 1: not, 2: the step cannot be run again.
+
+    All processes of the job must call.
+    """
     parser = argparse.ArgumentParser(
         prog="rl2 replay",
         description="Runs a recorded step again, from the checkpoint before it, and says whether "
-        "rollouts, rewards, advantages, metrics and weights are those that were recorded.",
+        "rollouts, rewards, advantages, metrics and weights are those that were recorded. A run of "
+        "several processes is replayed by `torchrun --nproc_per_node=N -m rl2 replay RUN ...`.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run; it is only read")
     parser.add_argument("--step", type=int, required=True, help="the step, 1 or more")
     parser.add_argument(
-        "--rollouts",
-        choices=("again", "saved"),
-        default="again",
-        help="again: the answers are sampled again; saved: those that trainer.save_tokens kept "
-        "are taken (PPO only)",
-    )
-    parser.add_argument(
         "--out",
         type=Path,
-        help="a new folder for the records of the replay; by default they are deleted",
+        help="a new folder for the records of the replay; by default a temporary one",
     )
     arguments = parser.parse_args()
     try:
-        with tempfile.TemporaryDirectory(prefix="rl2-replay-") as folder:
-            out = (arguments.out or Path(folder)).resolve()
-            found = replay(arguments.run.resolve(), arguments.step, arguments.rollouts, out)
+        recorded = find_steps(arguments.run.resolve(), arguments.step)
+        check_processes(recorded, arguments.out)
+        out = arguments.out or Path(tempfile.mkdtemp(prefix="rl2-replay-"))
+        found = replay(recorded, out.resolve())
     except (OSError, ValueError, RuntimeError) as error:
-        parser.exit(2, f"rl2 replay: {error}\n")
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell tells of Ctrl-C
+        parser.exit(2, f"rl2 replay: {error}\n" if is_first_rank() else "")
     sys.exit(int(bool(found)))
 
 
-def replay(run: Path, step: int, rollouts: str, out: Path) -> str:
-    """Runs the step again in the folder `out`. Prints and returns the first difference, if any.
-
-    ValueError or RuntimeError if the step cannot be run again.
-    """
-    start = find_launch(run, step)
-    rerun = make_rerun(run, step, rollouts, out)
-    prepare(run, out)
-    place = f"from {rerun.checkpoint}" if rerun.checkpoint else "from the beginning of the run"
-    print(f"{describe_steps(rerun.steps)} of {run} again, {place}", flush=True)
-    run_processes(make_command(rerun, start), start)
-    return report(run, out, rerun.steps, has_gpu=bool(start.get("gpu")))
-
-
 def read_metrics(run: Path) -> dict[int, Record]:
-    """Returns the metrics of each step, by their dotted names."""
+    """Returns the metrics of each step."""
     lines, _ = read_lines(run / "metrics.jsonl")
-    return {line["step"]: dict(flatten(line)) for line in lines if "step" in line}
+    return {line["step"]: line for line in lines if "step" in line}
 
 
-def launch_of(record: Record, step: int) -> Record:
+def find_launch(record: Record, step: int) -> Record:
     """The launch that did the step, in run.json."""
-    start: Record = [start for start in record["starts"] if start["step"] < step][-1]
-    return start
+    launch: Record = [start for start in record["starts"] if start["step"] < step][-1]
+    return launch
 
 
-def find_launch(run: Path, step: int) -> Record:
-    """Returns the launch that did the step, from run.json. ValueError if it cannot be repeated."""
-    record = read_object(run / "run.json")
-    if not {"starts", "identity", "date"} <= record.keys():
-        raise ValueError(f"{run} is not the folder of a run: run.json says how to run a step")
-    recorded = sorted(number for number in read_metrics(run) if number > 0)
-    if step not in recorded:
-        raise ValueError(f"--step {step}: {run} has recorded {describe_steps(recorded)}")
-    start = launch_of(record, step)
-    if len(start["hosts"]) > 1:
-        raise ValueError(
-            f"{run} ran on {len(start['hosts'])} machines, and a replay runs on one: replay a run "
-            "of one machine with the same layout"
-        )
-    return start
-
-
-def make_rerun(run: Path, step: int, rollouts: str, out: Path) -> Rerun:
-    """Plans the steps from the newest checkpoint on. ValueError if something of them is missing."""
+def find_steps(run: Path, step: int) -> Recorded:
+    """The steps from the newest checkpoint before `step` on. ValueError if something is missing."""
     from rl2.run.checkpoints import Checkpoints  # torch takes seconds, and --help does not need it
 
     record = read_object(run / "run.json")
+    if not {"starts", "identity", "date"} <= record.keys():
+        raise ValueError(f"{run} is not the folder of a run: run.json says how to run a step")
+    numbers = sorted(number for number in read_metrics(run) if number > 0)
+    if step not in numbers:
+        raise ValueError(f"--step {step}: {run} has recorded {describe_steps(numbers)}")
+    launch = find_launch(record, step)
     checkpoints = Checkpoints(run / "checkpoints")
-    steps = checkpoints.steps()
-    first = max((saved for saved in steps if saved < step), default=0) + 1
-    if first == 1 and 1 not in read_metrics(run):
+    saved_steps = checkpoints.steps()
+    first = max((saved for saved in saved_steps if saved < step), default=0) + 1
+    if first == 1 and numbers[0] != 1:
         raise ValueError(
             f"{run} was resumed from a checkpoint of another run, and has none of its own "
             f"before step {step}: replay the other run, or a later step"
         )
     config = run
-    if find_launch(run, step) != record["starts"][-1]:
+    if launch != record["starts"][-1]:
         # A later launch has replaced the run's config.yaml; the next checkpoint has the old one.
-        config = next((checkpoints.path(saved) for saved in steps if saved >= step), run)
-    again = Rerun(
-        run=str(run),
-        out=str(out),
-        trainer=record["identity"]["trainer"],
-        config=str(config),
-        checkpoint=str(checkpoints.path(first - 1)) if first > 1 else None,
-        first_step=first,
-        last_step=step,
-        takes_saved=rollouts == "saved",
-    )
-    tokens = [run / f"rollouts/train/step_{number}.safetensors" for number in again.steps]
-    if again.takes_saved and not all(path.exists() for path in tokens):
-        raise ValueError(
-            f"--rollouts saved: {run} has not the tokens of {describe_steps(again.steps)}, which "
-            "trainer.save_tokens=true keeps; --rollouts again samples them again"
-        )
-    return again
+        config = next((checkpoints.path(saved) for saved in saved_steps if saved >= step), run)
+    checkpoint = checkpoints.path(first - 1) if first > 1 else None
+    trainer, steps = record["identity"]["trainer"], range(first, step + 1)
+    return Recorded(run, launch, trainer, config, checkpoint, steps)
+
+
+def check_processes(recorded: Recorded, out: Path | None) -> None:
+    """ValueError unless the job has as many processes as the run had, and a folder that all see."""
+    number = recorded.launch["world_size"]
+    command = f"rl2 replay {recorded.run} --step {recorded.steps[-1]}"
+    if number > 1:
+        command = f"torchrun --nproc_per_node={number} -m {command} --out FOLDER"
+    is_alike = os.environ.get("WORLD_SIZE", "1") == str(number)
+    if not is_alike or (number > 1 and out is None):
+        raise ValueError(f"{recorded.run} ran as {number} processes: start `{command}`")
+
+
+def replay(recorded: Recorded, out: Path) -> str:
+    """Runs the steps again in the folder `out`. Prints and returns the first difference, if any.
+
+    ValueError or RuntimeError if they cannot be run again. Other processes than the first return
+    "".
+    """
+    import torch
+
+    if is_first_rank():
+        prepare(recorded.run, out)
+        steps = f"{describe_steps(recorded.steps)} of {recorded.run}"
+        place = recorded.checkpoint or "the beginning of the run"
+        print(f"{steps} again, from {place}, in {out}", flush=True)
+    folder = recorded.launch["folder"]
+    if os.path.isdir(folder):  # where the paths of its config begin
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+    torch.set_num_threads(recorded.launch["threads"])
+    run_steps(recorded, out)
+    if not is_first_rank():
+        return ""
+    if recorded.steps[-1] not in read_metrics(out):
+        raise RuntimeError(f"it was stopped before the end of step {recorded.steps[-1]}")
+    return report(recorded, out)
 
 
 def prepare(run: Path, out: Path) -> None:
@@ -185,40 +172,56 @@ def prepare(run: Path, out: Path) -> None:
     (out / "run.json").write_text(json.dumps({"date": date}))
 
 
-def make_command(rerun: Rerun, start: Record) -> list[str]:
-    """Returns the command that runs the steps, with as many processes as the launch `start` had."""
-    command = [sys.executable]
-    if start["world_size"] > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        command += [*torchrun, f"--nproc_per_node={start['world_size']}"]
-    return [*command, "-m", "rl2.tools.rerun", json.dumps(asdict(rerun))]
+def run_steps(recorded: Recorded, out: Path) -> None:
+    """Trains the steps as the trainer did. SystemExit with status 2 if it fails, which it says."""
+    import torch.distributed as dist
+
+    from rl2.config.conditions import count_samplers
+    from rl2.config.parse import parse
+    from rl2.config.schema import worker_names
+    from rl2.parallel.worlds import is_sampler
+    from rl2.run.signals import guard
+    from rl2.trainer import dpo, ppo, rm, sft
+    from rl2.trainer.ppo_run import PPORun, SamplerRun
+
+    trainers: Any = {m.TRAINER.config_class.__name__: m for m in (ppo, sft, dpo, rm)}
+    trainer = trainers[recorded.trainer]
+    words = ["--config-dir", str(recorded.config), "--config-name", "config.yaml"]
+    config: Any = parse(trainer.TRAINER.config_class, words)
+    config.trainer.save_dir = str(out)
+    config.trainer.resume = str(recorded.checkpoint or "auto")
+    config.trainer.save_freq = None
+    config.trainer.loggers = []
+    for name in worker_names(config):
+        section = getattr(config, name)
+        section.save_dir = section.save_freq = None
+    try:
+        with guard(config.trainer.watchdog):
+            if is_sampler(count_samplers(config)):
+                SamplerRun(config).run()
+                return
+            make_run = PPORun if trainer is ppo else trainer.make_run
+            run: Any = make_run(config)
+            run.recorder.evaluate = None  # schedules are those of the whole run
+            run.recorder.num_steps = recorded.steps[-1]
+            trainer.train(run)
+            if trainer is ppo:
+                run.close()
+            dist.destroy_process_group()
+    except SystemExit as error:
+        sys.exit(2 if error.code else 0)
 
 
-def run_processes(command: list[str], start: Record) -> None:
-    """Runs the program in the folder and with the threads of the recorded launch.
-
-    RuntimeError if it fails; its messages come first.
-    """
-    variables = dict(os.environ)
-    if "threads" in start:
-        variables["OMP_NUM_THREADS"] = str(start["threads"])
-    paths = [str(PACKAGE.parent), variables.get("PYTHONPATH")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    folder = start.get("folder")
-    is_there = folder is not None and os.path.isdir(folder)
-    done = subprocess.run(command, env=variables, cwd=folder if is_there else None)
-    if done.returncode:
-        where = "" if is_there else f"; it was started in {folder}, which is not here"
-        raise RuntimeError(f"the step could not be run again (status {done.returncode}{where})")
-
-
-def report(run: Path, again: Path, steps: range, has_gpu: bool) -> str:
+def report(recorded: Recorded, again: Path) -> str:
     """Prints what has changed since the run, and the first difference. Returns this one, or ""."""
+    has_gpu, steps = bool(recorded.launch["gpu"]), recorded.steps
     if has_gpu:
         print(f"on a GPU: compared with a tolerance of {GPU_TOLERANCE}, without the weights' hash")
-    found = find_difference(run, again, steps, GPU_TOLERANCE if has_gpu else None)
-    changes = find_changes(run, again, steps[-1])
-    if changes:
+    found = find_difference(recorded.run, again, steps, GPU_TOLERANCE if has_gpu else None)
+    before, now = (describe_launch(run, steps[-1]) for run in (recorded.run, again))
+    names = [name for name in before if name in now and before[name] != now[name]]
+    if names:
+        changes = (f"{name}: {before[name]} -> {now[name]}" for name in names)
         print("changed since the run:", *changes, sep="\n  ")
     folder = again / f"rollouts/train/step_{steps[-1]}"
     kinds = {"answers": folder.with_suffix(".jsonl"), "tokens": folder.with_suffix(".safetensors")}
@@ -238,20 +241,14 @@ def describe_steps(numbers: Iterable[int]) -> str:
     return f"step {steps[0]}" if steps else "no step"
 
 
-def find_changes(run: Path, again: Path, step: int) -> list[str]:
-    """Returns what of the machine, the versions and the user's files is not as in the run."""
-    before, now = describe_launch(run, step), describe_launch(again, step)
-    names = [name for name in before if name in now and before[name] != now[name]]
-    return [f"{name}: {before[name]} -> {now[name]}" for name in names]
-
-
 def describe_launch(run: Path, step: int) -> Record:
-    """Dotted names and values of run.json for the launch that did the step."""
+    """What may change numbers of the launch that did the step: its facts, by their names."""
     record = read_object(run / "run.json")
-    start = launch_of(record, step)
+    launch = find_launch(record, step)
+    facts = {name: launch[name] for name in FACTS}
+    facts |= {f"versions.{name}": text for name, text in launch["versions"].items()}
     contents = record["identity"]["contents"]
-    facts = {name: start[name] for name in FACTS if name in start}
-    return dict(flatten({**facts, "contents": {name: contents[name][:12] for name in contents}}))
+    return facts | {f"contents.{name}": text[:12] for name, text in contents.items()}
 
 
 def find_difference(
@@ -267,33 +264,44 @@ def find_difference(
     first, second = read_metrics(run), read_metrics(again)
     for step in steps:
         transcript = Path(f"rollouts/train/step_{step}.jsonl")
-        places = answer_pairs(run / transcript, again / transcript)
-        lines = [lines.get(step, {}) for lines in (first, second)]
-        kept = [name for name in lines[0] if name in lines[1] and not name.startswith(left_out)]
-        before, after = ({name: line[name] for name in kept} for line in lines)
-        for place, old, new in chain(places, [("metrics.jsonl", before, after)]):
-            for name in {**old, **new}:
-                values = (old.get(name, "nothing"), new.get(name, "nothing"))
-                if not are_equal(*values, gpu_tolerance or 0.0):
-                    first_text, second_text = shorten(*map(partial(add_text, run, name), values))
-                    return f"step {step}, {place}\n  {name}: {first_text} and {second_text}"
+        pairs = list(pair_answers(run / transcript, again / transcript))
+        old, new = first.get(step, {}), second.get(step, {})
+        names = [name for name in old if name in new and not name.startswith(left_out)]
+        pairs += [("metrics.jsonl", name, old[name], new[name]) for name in names]
+        for place, name, a, b in pairs:
+            if found := compare_values(name, a, b, gpu_tolerance or 0.0):
+                return f"step {step}, {place}\n  {found}"
     return ""
 
 
-def answer_pairs(run: Path, again: Path) -> Iterator[tuple[str, Record, Record]]:
-    """Yields (place, recorded values, new values) of two transcripts of a step.
+def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields (place, name, recorded value, new value) of two transcripts of a step.
 
-    First of all answers what a step makes first. Values that are equal may be left out.
+    First of all answers what a step makes first.
     """
     first, second = read_answers(run), read_answers(again)
     place = "/".join(run.parts[-3:])
-    yield place, {"ids of answers": list(first)}, {"ids of answers": list(second)}
-    for part, number in product(PARTS, first):
+    yield place, "ids of answers", list(first), list(second)
+    for part, number in product(PARTS, first.keys() & second.keys()):
         old, new = first[number], second[number]
-        if part in old and part in new and old[part] != new[part]:
+        if part in old and part in new:
             group = [other for other in first if first[other]["group"] == old["group"]]
             where = f"group {old['group']}, answer {group.index(number)} of {place}"
-            yield where, dict(flatten({part: old[part]})), dict(flatten({part: new[part]}))
+            yield where, part, old[part], new[part]
+
+
+def compare_values(name: str, old: Any, new: Any, tolerance: float) -> str:
+    """Returns the dotted name of the first part that differs, and both values; "" if none does."""
+    pairs: Iterable[tuple[Any, Any, Any]]
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = ((key, old.get(key, NOTHING), new.get(key, NOTHING)) for key in {**old, **new})
+    elif isinstance(old, list) and isinstance(new, list):
+        both = enumerate(zip_longest(old, new, fillvalue=NOTHING))
+        pairs = ((number, *values) for number, values in both)
+    else:
+        return "" if are_equal(old, new, tolerance) else f"{name}: {show_both(str(old), str(new))}"
+    found = (compare_values(f"{name}.{key}", a, b, tolerance) for key, a, b in pairs)
+    return next(filter(None, found), "")
 
 
 def are_equal(a: Any, b: Any, tolerance: float) -> bool:
@@ -315,48 +323,17 @@ def read_answers(path: Path) -> dict[int, Record]:
     for number, record in records.items():
         own = {name: columns[name][owners == number].tolist() for name in columns.keys() & COLUMNS}
         if any(own["mask"]):  # else it failed or was filtered out
-            tokens = zip(own.pop("tokens"), own.pop("logps"), strict=True)
-            record["tokens"] = [{"id": token, "logp": logp} for token, logp in tokens]
             record |= own
     return records
 
 
-def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) of every value in nested objects and lists."""
-    for name, value in enumerate(tree) if isinstance(tree, list) else tree.items():
-        if isinstance(value, dict | list) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def add_text(run: Path, name: str, value: Any) -> str:
-    """Returns the value; that of a token is followed by its text, if the tokenizer is here."""
-    is_token = name.startswith("tokens.") and name.endswith(".id") and isinstance(value, int)
-    tokenizer = find_tokenizer(run, read_yaml(run / "config.yaml") or {}) if is_token else None
-    return f"{value} {tokenizer.decode([value])!r}" if tokenizer else str(value)
-
-
-def find_tokenizer(folder: Path, config: Any) -> Any:
-    """That of the final model of a run, or of its actor; None if neither is on this machine."""
-    from transformers import AutoTokenizer  # slow to import, and few replays need it
-
-    model = folder / "model"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return AutoTokenizer.from_pretrained(
-            model if model.exists() else config["actor"]["model_name"],
-            local_files_only=True,
-            trust_remote_code=False,  # it would ask on the terminal
-        )
-    return None
-
-
-def shorten(*texts: str) -> list[str]:
-    """Returns the texts; long ones are cut around their first difference."""
-    start = max(0, len(commonprefix(texts)) - SHOWN // 2)
-    if max(map(len, texts)) <= SHOWN:
-        return list(texts)
-    return [f"{'...' if start else ''}{text[start : start + SHOWN]!r}" for text in texts]
+def show_both(old: str, new: str) -> str:
+    """Returns both texts; long ones are cut around their first difference."""
+    start = max(0, len(commonprefix([old, new])) - SHOWN // 2)
+    if max(len(old), len(new)) <= SHOWN:
+        return f"{old} and {new}"
+    cuts = [f"{'...' if start else ''}{text[start : start + SHOWN]!r}" for text in (old, new)]
+    return " and ".join(cuts)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun, find_row_problems
-from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -152,8 +151,8 @@ def find_problems(config: DPOConfig) -> list[Problem]:
     return find_row_problems(row_kind(config), config)
 
 
-def make_run(config: DPOConfig, replay: Replay | None = None) -> OfflineRun:
-    return OfflineRun(config, row_kind(config), make_batch, measure, replay)
+def make_run(config: DPOConfig) -> OfflineRun:
+    return OfflineRun(config, row_kind(config), make_batch, measure)
 
 
 def start(config: DPOConfig) -> None:

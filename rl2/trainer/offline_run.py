@@ -24,7 +24,7 @@ from rl2.trainer.inputs import (
     read_examples,
     read_rows,
 )
-from rl2.trainer.recorder import Recorder, Replay
+from rl2.trainer.recorder import Recorder
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
@@ -48,7 +48,6 @@ class OfflineRun:
         kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
         measure: Measure,
-        replay: Replay | None = None,
     ):
         """`kind` is what the rows are.
 
@@ -72,9 +71,7 @@ class OfflineRun:
         num_steps = count_steps(examples, folder)
         self.cursor = DataCursor(examples)
         self.source_metrics: dict[str, float] = {}  # of the last batch
-        self.test_batches: dict[str, Batch] = {}  # by the name of the test set
-        if replay is None:
-            self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
+        self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         torch.manual_seed(config.trainer.seed)  # of new weights
         worker_config = getattr(config, self.worker_name)
         self.worker = Worker(
@@ -90,7 +87,6 @@ class OfflineRun:
             num_steps=num_steps,
             device=device,
             evaluate=self.evaluate if self.test_batches else None,
-            replay=replay,
         )
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -62,7 +62,7 @@ from rl2.run.folder import RunFolder
 from rl2.run.signals import StopSignal
 from rl2.trainer.inputs import check_lora, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
-from rl2.trainer.recorder import Recorder, Replay
+from rl2.trainer.recorder import Recorder
 from rl2.trainer.sampling import (
     close_rollout,
     end_with_run,
@@ -150,12 +150,7 @@ def check_teacher_vocabulary(config: PPOConfig) -> None:
 class PPORun:
     """What PPO's `train` works with."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        replay: Replay | None = None,
-        functions: Functions | None = None,
-    ):
+    def __init__(self, config: PPOConfig, functions: Functions | None = None):
         """`functions` are the environment, in the place of rollout.env_path."""
         setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None
@@ -165,7 +160,7 @@ class PPORun:
         self.teacher_server = setup.teacher_server
         self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
         self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
-        saved, num_steps = self._plan_steps(setup.prompts, replay)
+        saved, num_steps = self._plan_steps(setup.prompts)
         num_updates = {
             name: self.folder.count_updates(name, num_steps) for name in worker_names(config)
         }
@@ -177,7 +172,7 @@ class PPORun:
         self.samplers: Samplers | None = None  # the processes that have engines instead
         self.evaluator: Evaluator | Samplers | None = None
         self.rollouts: RolloutSource
-        plays_tests = bool(setup.tests) and replay is None
+        plays_tests = bool(setup.tests)
         if saved is not None:
             self.rollouts = saved
         elif setup.link is not None:
@@ -200,7 +195,6 @@ class PPORun:
             num_steps=num_steps,
             device=setup.device,
             evaluate=self.evaluate if self.evaluator else None,
-            replay=replay,
         )
 
     def _make_samplers(self, link: Link, num_steps: int) -> Samplers:
@@ -213,34 +207,22 @@ class PPORun:
             request_stop=self._request_stop,
         )
 
-    def _plan_steps(
-        self, prompts: Examples | Mixture, replay: Replay | None
-    ) -> tuple[SavedRollouts | None, int]:
+    def _plan_steps(self, prompts: Examples | Mixture) -> tuple[SavedRollouts | None, int]:
         """(saved rollouts, None where they are sampled; the number of steps)."""
         if path := self.config.trainer.rollouts_from:
-            saved = self._read_rollouts(path, is_own=False)
+            actor = self.config.actor
+            saved = SavedRollouts(
+                path,
+                StartModel(actor.model_name, actor.adapter, actor.quantize_base),
+                self.meaning,
+                needs_experts=actor.routing_replay,
+            )
             num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
             self.folder.end_if_done(num_steps)
             return saved, num_steps
         num_steps = count_steps(prompts, self.folder)
-        if replay is None:
-            check_curriculum(self.config, prompts, num_steps)
-        if replay is None or replay.rollouts is None:
-            return None, num_steps
-        saved = self._read_rollouts(str(replay.rollouts), is_own=True)
-        return saved, num_steps
-
-    def _read_rollouts(self, path: str, is_own: bool) -> SavedRollouts:
-        """The saved rollouts of the run in the folder `path`; `is_own`: of this run itself."""
-        actor = self.config.actor
-        return SavedRollouts(
-            path,
-            StartModel(actor.model_name, actor.adapter, actor.quantize_base),
-            self.meaning,
-            is_own=is_own,
-            was_ahead=is_own and clips_to_sampler(self.config),
-            needs_experts=actor.routing_replay,
-        )
+        check_curriculum(self.config, prompts, num_steps)
+        return None, num_steps
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""

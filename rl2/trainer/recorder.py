@@ -4,7 +4,6 @@ All processes make the same calls; the first one writes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,18 +33,6 @@ class Watcher(NamedTuple):
     run: Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Repeats steps of a recorded run: nothing is evaluated, and the run ends after `last_step`.
-
-    Schedules and the order of the data are those of the whole run. With `rollouts`, the folder of
-    the recorded run, PPO takes the tokens that it saved and samples none.
-    """
-
-    last_step: int
-    rollouts: Path | None = None
-
-
 class Recorder:
     """Logs, evaluates, saves and exports a run when it is due.
 
@@ -62,7 +49,6 @@ class Recorder:
         num_steps: int,
         device: torch.device,
         evaluate: Evaluate | None,
-        replay: Replay | None = None,
     ):
         """Restores workers and data from the checkpoint of the folder, if there is one.
 
@@ -79,8 +65,6 @@ class Recorder:
         self.start_step = self.last_step = folder.start.step  # the steps that are done
         self.planned_steps = num_steps
         self.num_steps = num_steps  # the step after which this launch ends
-        if replay is not None:
-            self.num_steps = replay.last_step
         folder.resume(self.parts, num_steps)
         self.earlier_best = folder.best  # before the last evaluation
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)

@@ -21,7 +21,6 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun, find_row_problems
-from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -82,8 +81,8 @@ def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
     return run.measure_loss(partial(reward_loss, run.config.rm.center), test)
 
 
-def make_run(config: RMConfig, replay: Replay | None = None) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch, measure, replay)
+def make_run(config: RMConfig) -> OfflineRun:
+    return OfflineRun(config, PAIR_ROWS, make_batch, measure)
 
 
 def start(config: RMConfig) -> None:

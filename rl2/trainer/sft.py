@@ -19,7 +19,6 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import Measure, OfflineRun, find_row_problems
-from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -57,12 +56,10 @@ def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
 
 
-def make_run(
-    config: SFTConfig, replay: Replay | None = None, measure: Measure = perplexity
-) -> OfflineRun:
+def make_run(config: SFTConfig, measure: Measure = perplexity) -> OfflineRun:
     """`measure` gives the metrics of a test set."""
     render = partial(render_sft, turns=config.data.turns)
-    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, measure, replay)
+    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, measure)
 
 
 def start(config: SFTConfig) -> None:
