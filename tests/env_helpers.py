@@ -15,7 +15,7 @@ def env_of(reward_fn, interact=None, extract=None, timeout=60.0, concurrency=32)
     return Env(EnvSpec({"reward_fn": reward_fn}, interact, extract), timeout, concurrency)
 
 
-def load_text(folder, text, timeout=5.0, **options) -> Env:
+def load_text(folder, text, timeout=20.0, **options) -> Env:
     """Returns the environment of a file with this text."""
     file = folder / "env.py"
     file.write_text(textwrap.dedent(text))

@@ -64,7 +64,7 @@ REWARD_FAULTS = {
     "recursion": recurse,
     "endless": compute_for_ever,
     "stubborn": catch_everything,
-    "sleep": lambda: time.sleep(2),
+    "sleep": lambda: time.sleep(6),
     "nan": lambda: float("nan"),
     "none": lambda: None,
     "text": lambda: "1",

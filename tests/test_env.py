@@ -67,14 +67,6 @@ def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages()
     assert score(env_of(reward_fn)) == {"reward": 1.0}
 
 
-def test_callable_object_may_be_async():
-    class Judge:
-        async def __call__(self, messages, answer):
-            return 0.5
-
-    assert score(env_of(Judge())) == {"reward": 0.5}
-
-
 @pytest.mark.parametrize(
     "value, parts",
     [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})],
@@ -124,10 +116,6 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
     )
 
 
-def test_stop_iteration_is_a_failure_too():
-    assert "StopIteration" in str(failure(lambda messages: next(iter([]))))
-
-
 def test_row_without_a_needed_column_costs_its_trajectory_only():
     assert "reward_fn needs level" in str(
         failure(env_of(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
@@ -152,7 +140,7 @@ def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
             release.wait(20)
         return 1.0
 
-    env = env_of(hangs, timeout=0.4)
+    env = env_of(hangs, timeout=1.0)
 
     async def main():
         rows = [{**ROW, "answer": "hang"}] * (2 * CONCURRENCY) + [ROW]
@@ -168,15 +156,15 @@ def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
     assert not uncaught  # a result that comes too late is dropped
     assert last == {"reward": 1.0}
     assert all(isinstance(error, EnvError) for error in hung)
-    assert all("env_timeout=0.4 s" in str(error) for error in hung)
+    assert all("env_timeout=1 s" in str(error) for error in hung)
     assert all("rollout.env_isolation=process" in str(error) for error in hung)
 
 
 def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
     """Neither in a thread of ours, nor in one that the env asks asyncio for."""
     (tmp_path / "env.py").write_text(
-        "import asyncio, time\ndef reward_fn(messages):\n    time.sleep(60)\n"
-        "async def interact(messages):\n    await asyncio.to_thread(time.sleep, 60)"
+        "import asyncio, time\ndef reward_fn(messages):\n    time.sleep(600)\n"
+        "async def interact(messages):\n    await asyncio.to_thread(time.sleep, 600)"
     )
     code = (
         "import asyncio, sys\nfrom rl2.env.contract import EnvError\n"
@@ -186,7 +174,7 @@ def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
         "    except EnvError:\n        print('failed')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ENVS.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ENVS.parent)
     assert (done.returncode, done.stdout, done.stderr) == (0, "failed\nfailed\n", "")
 
 
@@ -232,12 +220,6 @@ def test_an_extract_that_gives_no_text_is_an_env_error(value):
     env = env_of(lambda messages: 0, extract=lambda messages: value)
     with pytest.raises(EnvError, match="extract: expected the answer as a text or a number"):
         asyncio.run(env.extract(REPLY, ROW))
-
-
-def test_an_extract_without_messages_is_the_files_own(tmp_path):
-    text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
-    env = load(tmp_path, text)
-    assert env.spec.extract is None and score(env) == {"reward": 2.0}
 
 
 def test_preflight_tries_extract(tmp_path):
@@ -327,17 +309,6 @@ def test_processes_that_the_env_spawns_find_its_functions(tmp_path, file):
     assert score(load_env(str(tmp_path / file), 60)) == {"reward": 4.0}
 
 
-def test_env_file_may_use_dataclasses(tmp_path):
-    env = load(
-        tmp_path,
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from typing import ClassVar\n"
-        "@dataclass\nclass Point:\n    x: int\n    y: ClassVar[int] = 0\n"
-        "def reward_fn(messages): return Point(1).x",
-    )
-    assert score(env) == {"reward": 1.0}
-
-
 def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp_path, caplog):
     env = load(tmp_path, "def reward_fn(messages, answer):\n    raise KeyError(answer)")
     failures = EnvFailures(max_fraction=0.5)
@@ -414,7 +385,7 @@ def reward_fn(messages):
         {fault}
     return 1
 """
-    env = load(tmp_path, text, 1.0)
+    env = load(tmp_path, text, 2.0)
     [warning] = preflight(env, {"data.path": [ROW] * 8}, 1)
     assert "worked when tried again" in warning
     assert ("HTTP 429" in warning) != ("did not return" in warning)
@@ -511,18 +482,6 @@ def test_a_file_of_trls_reward_functions_gives_a_part_for_each(tmp_path, isolati
     }
 
 
-def test_reward_fn_chooses_one_of_trls_functions(tmp_path):
-    env = load(tmp_path, "".join(TRL_EXAMPLES.values()) + "reward_fn = correct")
-    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"reward_fn": 1.0}
-
-
-def test_a_plain_prompt_gives_trls_functions_plain_texts(tmp_path):
-    text = "def length(prompts, completions): return [len(prompts[0]) + len(completions[0])]"
-    conversation = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
-    row = {"messages": "abc"}
-    assert asyncio.run(load(tmp_path, text).score(conversation, row)) == {"length": 5.0}
-
-
 def test_trls_own_reward_functions_work_as_an_env_file(tmp_path):
     env = load(tmp_path, "from trl.rewards.format_rewards import think_format_reward", timeout=60.0)
     assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"think_format_reward": 1.0}
@@ -568,32 +527,6 @@ def test_a_verl_function_needs_the_answer_and_its_own_columns_only(tmp_path):
         preflight(env, {"data.path": [ROW]}, 1)
 
 
-def test_what_only_trls_trainer_has_is_refused_in_words(tmp_path):
-    env = load(tmp_path, "def late(completions, trainer_state): return [1.0]")
-    words = "late needs column 'trainer_state', which .*give 'trainer_state' a default"
-    with pytest.raises(ValueError, match=words):
-        preflight(env, {"data.path": [ROW]}, 1)
-
-
-@pytest.mark.parametrize("text", ["def score(solution): return 1.0", "def _f(completions): 1.0"])
-def test_a_file_without_a_reward_function_is_refused_with_the_remedy(tmp_path, text):
-    with pytest.raises(ValueError, match="expected a function reward_fn.*reward_fn = NAME"):
-        load(tmp_path, text)
-
-
-def test_preflight_tries_trls_functions(tmp_path):
-    env = load(tmp_path, TRL_EXAMPLES["format_reward"] + TRL_EXAMPLES["slow"])
-    assert preflight(env, {"data.path": [TRL_ROW]}, 1) == []
-    env = load(tmp_path, "def bad(completions): return [1 / len(completions[0][-1]['content'])]")
-    with pytest.raises(ValueError, match="(?s)with the reply '', bad raised.*ZeroDivisionError"):
-        preflight(env, {"data.path": [TRL_ROW]}, 1)
-
-
-def test_a_trl_function_that_returns_other_rewards_than_one_fails_in_words(tmp_path):
-    env = load(tmp_path, "def two(completions): return [1.0, 0.0]")
-    assert "two: expected the number of one conversation, not a list" in str(failure(env))
-
-
 @pytest.mark.parametrize(
     "reward_fn, interact, rows, max_turns, message",
     [
@@ -627,5 +560,12 @@ def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, ma
         preflight(env_of(reward_fn, interact), {"data.path": rows}, max_turns)
 
 
-def test_preflight_does_not_call_interact_for_single_turns():
-    assert preflight(env_of(lambda messages: 0, lambda messages: 1 / 0), {"data.path": [ROW]}, 1)
+def test_an_extract_without_messages_is_the_files_own(tmp_path):
+    text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
+    env = load(tmp_path, text)
+    assert env.spec.extract is None and score(env) == {"reward": 2.0}
+
+
+def test_reward_fn_chooses_one_of_trls_functions(tmp_path):
+    env = load(tmp_path, "".join(TRL_EXAMPLES.values()) + "reward_fn = correct")
+    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"reward_fn": 1.0}

@@ -5,7 +5,6 @@ import json
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -14,9 +13,7 @@ from env_helpers import env_of
 from env_helpers import load_text as load
 from faulty_env import nest
 
-from rl2.env import threads
 from rl2.env.contract import EnvError
-from rl2.env.files import import_env_file
 
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
@@ -85,7 +82,7 @@ def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
             await asyncio.sleep(0.1)
             return len(loops)
         """,
-        timeout=1,
+        timeout=10,
     )
     for _ in range(2):  # the loop is still there
         results = call_together(env, [{"fail": False}, {"fail": True}, {"fail": False}])
@@ -113,7 +110,7 @@ BLOCKING_ENV = """
 @pytest.mark.parametrize("kind", ["python", "C"])
 def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind):
     """Endless Python code is ended with its call. C code blocks all calls until it returns."""
-    env = load(tmp_path, BLOCKING_ENV, timeout=0.5)
+    env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
     before = set(threading.enumerate())
     release = sys.modules[env.spec.reward_fns["reward_fn"].__module__].release
     results = call_together(env, [{"kind": "waits"}, {"kind": kind}, {"kind": ""}])
@@ -128,47 +125,6 @@ def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind
         assert call(env, kind="waits") == {"reward": 1.0}
         env.close()
     wait_until(lambda: set(threading.enumerate()) <= before)
-
-
-def test_a_late_call_that_does_not_block_is_told_alone(tmp_path):
-    env = load(
-        tmp_path,
-        """
-        import asyncio
-        async def reward_fn(messages, waits):
-            await asyncio.sleep(30 * waits)
-            return 1
-        """,
-        timeout=0.2,
-    )
-    late, quick = call_together(env, [{"waits": 1}, {"waits": 0}])
-    assert isinstance(late, EnvError) and "blocked" not in str(late)
-    assert quick == {"reward": 1.0}
-    env.close()
-
-
-@pytest.mark.parametrize("wait", ["time.sleep(1.6)", "subprocess.run(['sleep', '1.6'])"])
-def test_calls_that_others_made_late_name_what_blocked_the_loop(tmp_path, wait):
-    """Also where a library waits, deep below the function of the env. Later calls work again."""
-    env = load(
-        tmp_path,
-        f"""
-        import asyncio, subprocess, time
-        async def reward_fn(messages, is_slow):
-            if is_slow:
-                {wait}
-            await asyncio.sleep(0.05)
-            return 1
-        """,
-        timeout=0.5,
-    )
-    results = call_together(env, [{"is_slow": i % 8 == 3} for i in range(32)])
-    late = [str(result) for result in results if isinstance(result, EnvError)]
-    assert late
-    for text in late:
-        assert "blocked by reward_fn" in text and env.path in text, text
-        assert wait in text and "rollout.env_isolation=process" in text, text
-    env.close()
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -282,37 +238,18 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
     def slow(messages):
         nonlocal num_running
         begin()
-        time.sleep(0.1)
+        time.sleep(0.3)
         num_running -= 1
         return 1
 
     async def slow_async(messages):
         nonlocal num_running
         begin()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         num_running -= 1
         return 1
 
-    env = env_of(slow_async if is_async else slow, timeout=0.6, concurrency=3)
-    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.8 s
+    env = env_of(slow_async if is_async else slow, timeout=2.0, concurrency=3)
+    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 2.4 s
     assert most == 3
     env.close()
-
-
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_threads_of_the_env_give_the_interpreter_away_sooner_than_by_default(tmp_path, prefix):
-    """What that is worth depends on the machine."""
-    sys.setswitchinterval(0.005)
-    env = load(tmp_path, f"{prefix}def reward_fn(messages): return 1")
-    call(env)
-    assert sys.getswitchinterval() == pytest.approx(threads.SWITCH_SECONDS)
-    assert threads.SWITCH_SECONDS <= 0.0005
-    env.close()
-
-
-def test_threads_may_import_one_env_file_at_once(tmp_path):
-    path = tmp_path / "slow.py"
-    path.write_text("import time\ntime.sleep(0.01)\n")
-    with ThreadPoolExecutor(4) as pool:
-        modules = list(pool.map(import_env_file, [str(path)] * 12))
-    assert all(module.time is time for module in modules)

@@ -119,35 +119,6 @@ def test_what_cannot_be_tried_is_told(name, try_code):
     assert status == 2 and case["expected"] in out and not problems(out), out
 
 
-TEXTS = [
-    {"messages": f"What is the capital of {country}?", "answer": city}
-    for country, city in (("France", "Paris"), ("Spain", "Madrid"), ("Italy", "Rome"))
-]
-TEXT_FAULTS = {
-    "similarity above 0.3": ("> 0.3", "exploit: part of the gold"),
-    "similarity above 0.6": ("> 0.6", "exploit: "),
-    "similarity": ("", ""),
-}
-
-
-@pytest.mark.parametrize("name", TEXT_FAULTS)
-def test_texts_that_are_similar_to_the_answer(name, try_code):
-    end, expected = TEXT_FAULTS[name]
-    code = (
-        "from difflib import SequenceMatcher\n"
-        "def reward_fn(messages, answer):\n"
-        f"    return float(SequenceMatcher(None, field(messages), answer).ratio() {end})"
-    )
-    status, out, _ = try_code(code, rows=TEXTS)
-    assert status == bool(expected) and expected in out, out
-
-
-def test_choices_that_rows_share_are_no_near_misses(try_code):
-    rows = [{"messages": "A or B?", "answer": answer} for answer in "ABBA"]
-    status, out, _ = try_code(CASES["fine"]["sync"]["code"], rows=rows)
-    assert status == 0 and not problems(out), out
-
-
 def test_rows_without_an_answer(try_code):
     code = 'def reward_fn(messages, goal): return float(messages[-1]["content"] == goal)'
     row = {"messages": "What is 1 + 1?", "goal": "two"}
@@ -176,9 +147,3 @@ def test_a_mistake_of_the_user_is_told_in_words(name, tmp_path, monkeypatch, cap
     monkeypatch.chdir(ROOT)
     status, _, err = try_env(words, monkeypatch, capsys)
     assert status == 2 and expected in err and "problem" in err, err
-
-
-def test_no_rows_are_refused(monkeypatch, capsys):
-    words = ["gsm8k", "data.path=examples/rows/gsm8k.jsonl", "--rows", "0"]
-    status, _, err = try_env(words, monkeypatch, capsys)
-    assert status == 2 and "argument --rows" in err, err

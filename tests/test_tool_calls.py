@@ -243,12 +243,6 @@ def test_hostile_texts_are_answered(hostile):
         check_plain(find_calls((opening + hostile[:500]) * 200, TOOLS, SYNTAXES).calls)
 
 
-def test_what_is_wrong_with_a_call_is_the_same_in_each_run():
-    """The model reads it, so no address of an object may be in it."""
-    [call] = find_calls("<|tool_call_start|>[find(x=other)]", TOOLS, SYNTAXES).calls
-    assert "expected a literal instead of 'other'" in call.error
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_texts_are_answered(seed):
     rng = random.Random(seed)

@@ -77,21 +77,6 @@ def is_think_answer(text: str, is_open: bool = False) -> bool:
     return match is not None and bool(match[1].strip() and match[2].strip())
 
 
-def think_format_score(text: str) -> float:
-    """How far a reply is on the way to a thought in <think>...</think> and an answer after it.
-
-    1.0 with both, 0.75 if one of the two is empty, 0.5 if both are, 0.25 with one tag alone or in
-    the wrong order, 0.0 without tags. For policies that never write the whole form by chance.
-    """
-    begin, end = text.find("<think>"), text.find("</think>")
-    if begin < 0 and end < 0:
-        return 0.0
-    if begin < 0 or end < begin:
-        return 0.25
-    thought, answer = text[begin + len("<think>") : end], text[end + len("</think>") :]
-    return 0.5 + 0.25 * bool(thought.strip()) + 0.25 * bool(answer.strip())
-
-
 def same_text(field: str | None, answer: str) -> bool:
     """Returns whether two texts are equal apart from capitals and spacing.
 
@@ -99,11 +84,6 @@ def same_text(field: str | None, answer: str) -> bool:
     """
     words = (field or "").casefold().split()
     return words != [] and words == answer.casefold().split()
-
-
-def length_score(length: float, target: float) -> float:
-    """1.0 at the target length, falling in a line to 0.0 at length 0 and at twice the target."""
-    return max(0.0, 1.0 - abs(length - target) / target)
 
 
 def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:

@@ -123,32 +123,26 @@ def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False
     """Returns the calls of tools that are the whole text, or are in code fences."""
     names = {tool["function"]["name"] for tool in tools}
     # A call of the whole text may have the marks of a reasoning in its arguments.
-    calls = [] if in_reasoning else _read_bare_calls_of(names, text)
+    calls = [] if in_reasoning else _read_bare_calls(text.strip(), names)
     if not calls:
         said = _without_reasoning(text, in_reasoning)
         for part in [said, *FENCED.findall(said)]:
-            calls += _read_bare_calls_of(names, part)
+            calls += _read_bare_calls(part.strip(), names)
     return calls[:MAX_CALLS]
 
 
-def _read_bare_calls_of(names: set[str], text: str) -> list[ToolCall]:
+def _read_bare_calls(text: str, names: set[str]) -> list[ToolCall]:
     """Returns the calls of the tools if a text has nothing but calls, and none otherwise."""
+    calls, end = [], len(text)
     try:
-        found = _read_bare(text.strip())
+        if PYTHON_START.match(text):
+            calls = read_python_calls(text)
+        elif JSON_START.match(text):
+            calls, end = read_json_calls(text, 0)
     except Exception:  # any other text
         return []
-    return [call for call in found if call.name in names]
-
-
-def _read_bare(text: str) -> list[ToolCall]:
-    """Returns the calls of a text that has nothing else. Raises if it is another text."""
-    if JSON_START.match(text):
-        calls, end = read_json_calls(text, 0)
-        if skip_space(text, end) == len(text):
-            return calls
-    if PYTHON_START.match(text):
-        return read_python_calls(text)
-    raise ValueError("this is not a call")
+    is_whole = skip_space(text, end) == len(text)
+    return [call for call in calls if is_whole and call.name in names]
 
 
 def _end_of_reasoning(text: str) -> int:
