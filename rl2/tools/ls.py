@@ -64,20 +64,16 @@ def find_runs(top: Path) -> Iterator[Path]:
 
     Folders that cannot be read are named on stderr.
     """
-    seen = set()  # a link may lead back to where it is
 
     def note(error: OSError) -> None:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
 
-    for path, folders, files in os.walk(top, onerror=note, followlinks=True):
-        real = os.path.realpath(path)
+    for path, folders, files in os.walk(top, onerror=note):
         has_lock = "lock" in folders and any(Path(path, "lock").glob("*.json"))
         is_run = has_lock or "run.json" in files or "metrics.jsonl" in files
-        if is_run and real not in seen:
+        if is_run:
             yield Path(path)
-        if is_run or real in seen:
             folders.clear()
-        seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
