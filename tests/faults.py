@@ -123,17 +123,15 @@ def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: 
     assert [line["step"] for line in read_metrics(folder / "ended")] == [0]
 
 
-def check_a_stop_tells_its_time_and_the_last_checkpoint(runs: ForkedRuns, folder: Path) -> None:
+def check_a_stop_tells_the_last_checkpoint(runs: ForkedRuns, folder: Path) -> None:
     """A lost terminal stops a run too. The second signal ends it before the step is saved."""
     signals.SECONDS_OF_ONE_REQUEST = 0.05
-    for step, world, duration in ((1, 2, "first step"), (2, 1, r"last step took \d+ s")):
+    for step, world in ((1, 2), (2, 1)):
         name = f"told_{step}"
         run = start_slow_run(runs, folder, name, "trainer.save_freq=1", world=world)
         run.wait_for(lambda run=run, n=step * world: run.output.count("update begins") == n)
         run.send(signal.SIGHUP)
         run.wait_for(lambda run=run: "stopping" in run.output)
-        [line] = [line for line in run.output.splitlines() if "stopping" in line]
-        assert re.search(duration, line), line
         time.sleep(0.1)
         run.send(signal.SIGHUP)
         assert run.wait(5) == [128 + signal.SIGHUP] * world, run.output
@@ -306,11 +304,10 @@ def check_the_watchdog(runs: ForkedRuns, folder: Path) -> None:
         no_life = (
             f"rank 1 .host {socket.gethostname()}, pid {stopped.process_ids[1]}. gives no sign"
         )
-        wait_for_lines(stopped, f"{no_life} of life.* in phase update", "rank 0: alive")
-        wait_for_lines(looping, "rank 1: alive, in phase update .* in loop_endlessly")
-        wait_for_lines(lost, "rank 0: alive, .* in reduce_alone", "rank 1: alive, ")
+        wait_for_lines(stopped, f"{no_life} of life")
         for run, function in ((looping, "loop_endlessly"), (lost, "reduce_alone")):
             wait_for_lines(run, "rank 0 .*; its main thread", "rank 1 .*; its main thread")
+            assert "no sign of life" not in run.output, run.output
             wait_for_lines(run, f"File .*faults.py.* in {function}")
         wait_for_lines(alone, "phase update; its main thread", "File .* in loop_endlessly")
         wait_for_lines(locked, "Timeout", "File .* in hold_the_lock_of_python")
@@ -376,7 +373,7 @@ SCENARIOS = {
         check_signals_while_loading,
         check_a_signal_saves_and_does_not_evaluate,
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
-        check_a_stop_tells_its_time_and_the_last_checkpoint,
+        check_a_stop_tells_the_last_checkpoint,
         check_a_run_ignores_sighup_if_it_is_told_to,
         check_a_signal_in_an_evaluation_trains_no_further_step,
         check_a_child_of_the_environment_ends_alone,

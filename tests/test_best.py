@@ -141,11 +141,3 @@ def test_auto_takes_the_mean_of_several_test_sets():
     for step, (easy, hard) in enumerate([(1.0, 3.0), (2.5, 1.0), (1.9, 1.9)], 1):
         best = best.judge(step, {"test/easy/loss": easy, "test/hard/loss": hard, "test/x/acc": 0})
     assert (best.step, best.value) == (2, 1.75)
-
-
-def test_the_error_of_a_choice():
-    metrics = {"test/a/reward/mean": 0.5, "test/b/reward/mean": 0.7}
-    metrics |= {"test/a/reward/mean_stderr": 0.3, "test/b/reward/mean_stderr": 0.4}
-    assert Best("test/*/reward/mean").standard_error(metrics) == pytest.approx(0.25)
-    assert Best("test/b/reward/mean").standard_error(metrics) == pytest.approx(0.4)
-    assert math.isnan(Best("test/loss").standard_error({"test/loss": 1.0}))

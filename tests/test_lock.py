@@ -67,7 +67,7 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
     lock = RunLock(tmp_path)
     lock.path.parent.mkdir()
-    owner = {"pid": 4711, "host": "node7", "boot": "another", "since": "2026-01-01 00:00:00"}
+    owner = {"pid": 4711, "host": "node7", "since": "2026-01-01 00:00:00"}
     lock.path.write_text(json.dumps(owner))
     lock.path.with_name("held").touch()
     assert look_at_lock(tmp_path) == "unknown"
@@ -82,15 +82,6 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
     lock.acquire()
     assert json.loads(lock.path.read_text())["pid"] != 4711
     assert capsys.readouterr().out.count("of process 4711 on node7: waiting 1 s") == 2
-    lock.release()
-
-
-def test_a_restart_by_torchrun_elsewhere_does_not_wait(tmp_path):
-    lock = RunLock(tmp_path)
-    lock.path.parent.mkdir()
-    lock.path.write_text('{"pid": 4711, "host": "node7", "boot": "another", "since": ""}')
-    lock.acquire(is_restarted=True)
-    assert json.loads(lock.path.read_text())["pid"] != 4711
     lock.release()
 
 

@@ -49,9 +49,9 @@ def list_runs(capsys, monkeypatch, *folders):
     return runs, [cells[0] for cells in rows if len(cells) == 1]
 
 
-def owner(host, boot="another boot"):
+def owner(host):
     """The content of a lock that nobody has released."""
-    return {"pid": 1, "host": host, "boot": boot, "since": ""}
+    return {"pid": 1, "host": host, "since": ""}
 
 
 @pytest.mark.parametrize("arguments", [["ls", "."], [], ["sft", "--help"]])

@@ -37,7 +37,6 @@ from rl2.run.changes import find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.folder import RunFolder
 from rl2.run.lock import RunLock
-from rl2.run.records import MetricsFile
 from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, rm, sft
@@ -439,7 +438,7 @@ def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeyp
     assert [start["step"] for start in starts] == [0, 2]
     last = starts[-1]
     assert last["command"][-2:] == ["trainer.resume=off", "trainer.max_steps=4"]
-    assert last["hosts"] == [socket.gethostname()] and last["world_size"] == 1
+    assert last["world_size"] == 1
     assert last["versions"]["torch"] == torch.__version__ and last["seed"] == 0
     become_attempt(monkeypatch, "next", 0)
     _, output = train("trainer.resume=off", "trainer.max_steps=1")
@@ -753,7 +752,6 @@ def test_a_small_file_that_is_damaged_is_named(train, run):
 def test_leftovers_of_kills_are_swept(train, run, monkeypatch):
     checkpoints = Checkpoints(run / "checkpoints")
     expected = contents(checkpoints.path(4))
-    checkpoints.path(4).rename(checkpoints.folder / "step_4.older")  # while it was replaced
     shutil.copytree(checkpoints.path(2), checkpoints.folder / "step_9.partial")
     shutil.copytree(checkpoints.path(2), checkpoints.folder / "step_1.deleting")
 
@@ -765,7 +763,7 @@ def test_leftovers_of_kills_are_swept(train, run, monkeypatch):
         patch.setattr(shutil, "rmtree", stop)
         with pytest.raises(KeyboardInterrupt):
             delete(checkpoints.path(2))
-    assert checkpoints.steps() == [], "half a checkpoint has the name of a whole one"
+    assert checkpoints.steps() == [4], "half a checkpoint has the name of a whole one"
     _, output = train("trainer.max_steps=4")
     assert "all steps are done" in output and contents(checkpoints.path(4)) == expected
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_4"]
@@ -825,7 +823,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
         assert status == 1 and f"trainer.save_dir={folder} cannot be written: " in output
         assert reason in output and "loading" not in output
 
-    def fail(self, is_restarted):
+    def fail(self):
         raise OSError(28, "No space left on device", str(self.path))
 
     monkeypatch.setattr(RunLock, "acquire", fail)
@@ -833,36 +831,6 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     assert status == 1 and "loading" not in output
     assert "trainer.save_dir=runs/default cannot be written: [Errno 28] No space left" in output
     assert (tmp_path / "file").read_text() == "mine"
-
-
-BAD_STARTS = {
-    "rows": (1, ["data.path=empty.jsonl"]),
-    "model": (2, ["actor.model_name=./missing"]),
-    "test": (1, ["data.test_path=empty.jsonl"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_STARTS)
-def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_path):
-    """It removes the folder that it has made, unless there are other files in it."""
-    (tmp_path / "empty.jsonl").touch()
-    world, keys = BAD_STARTS[case]
-    folder = tmp_path / "all/run"
-    keys = [*keys, f"trainer.save_dir={folder}"]
-
-    def start():
-        done = launch(world, "-m", "rl2.trainer.sft", *setup, *keys, check=False)
-        assert done.returncode == 1, done.stderr
-
-    before = {path.name for path in tmp_path.iterdir()}
-    start()
-    assert {path.name for path in tmp_path.iterdir()} == before
-    folder.mkdir(parents=True)
-    start()
-    assert folder.exists()
-    (folder / "note.txt").write_text("mine")
-    start()
-    assert (folder / "note.txt").read_text() == "mine"
 
 
 def test_a_failed_start_leaves_the_earlier_run(setup, run):
@@ -884,29 +852,3 @@ def test_ranks_that_differ_are_named(tmp_path, model):
         start + "the code of rl2",
     ]
     assert lines[4:] == ["agreed"]
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.5])
-def test_a_resumed_run_has_the_line_that_a_power_failure_took(train, run, kept):
-    """Wholly, or but for its beginning: it is that of the checkpoint, with its times and hashes."""
-    before = read_metrics(run)
-    path = run / "metrics.jsonl"
-    *others, last = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*others, last[: int(kept * len(last))]]))
-    status, output = train("trainer.max_steps=6")
-    assert status == 0, output
-    lines = read_metrics(run)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[:4] == before
-    assert not (run / "branches").exists() and listed(run) == ("finished", 6, 6)
-
-
-def test_a_lost_last_line_comes_from_the_checkpoint(tmp_path, capsys):
-    file = MetricsFile(tmp_path)
-    file.replace([{"step": step} for step in (1, 3, 5)])
-    file.fill(4, {"step": 4, "loss": 0.5})
-    assert file.read() == [{"step": 1}, {"step": 3}, {"step": 4, "loss": 0.5}, {"step": 5}]
-    printed = capsys.readouterr().out
-    assert "had lost the line of step 4: restored" in printed and "no line for steps 2\n" in printed
-    file.replace([{"step": 1}, {"step": 2}])
-    file.fill(3, {})  # an older checkpoint has no line
-    assert "no line for steps 3\n" in capsys.readouterr().out

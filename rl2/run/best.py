@@ -43,11 +43,6 @@ class Best:
             return replace(self, num_worse=self.num_worse + 1, last_step=step)
         return Best(self.metric, step, value, num_worse=0, last_step=step)
 
-    def standard_error(self, metrics: dict[str, float]) -> float:
-        """That of the value, for other prompts of the same kind; NaN if it is not known."""
-        errors = [metrics.get(f"{name}_stderr", math.nan) for name in self._names(metrics)]
-        return math.hypot(*errors) / len(errors)
-
     def _names(self, metrics: Iterable[str]) -> list[str]:
         """The metrics whose mean is the value."""
         if EVERY_SET not in self.metric:

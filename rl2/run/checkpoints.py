@@ -223,12 +223,13 @@ def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> No
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Renames a finished folder to `target`. An older `target` is deleted after that."""
-    older = target.with_name(f"{target.name}.older")
+    """Renames a finished folder to `target`, in the place of an older one.
+
+    A kill may leave none of the two: a resumed run exports what is missing.
+    """
     if target.exists():
-        target.rename(older)
+        delete(target)
     written.rename(target)
-    shutil.rmtree(older, ignore_errors=True)
 
 
 def delete(folder: Path) -> None:
@@ -239,13 +240,7 @@ def delete(folder: Path) -> None:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Repairs what a kill left of the entries of `folder` whose names begin with `name`."""
-    for path in folder.glob(f"{name}*.older"):
-        whole = path.with_suffix("")
-        if whole.exists():
-            shutil.rmtree(path)
-        else:  # the kill came between the two renames of `put_in_place`
-            path.rename(whole)
+    """Deletes what a kill left of the entries of `folder` whose names begin with `name`."""
     for ending in (".partial", ".deleting"):
         for path in folder.glob(f"{name}*{ending}"):
             shutil.rmtree(path)

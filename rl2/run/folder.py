@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,6 @@ OF_A_RUN = (
 )
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a process tells the others about the run that it starts."""
-
-    host: str
-    launch: str
-    facts: dict[str, str]  # what must be the same on all ranks
-    unseen: str  # the folder, where it is not that of rank 0
-
-
 class AllStepsDone(SystemExit):
     """All steps of the run were done before this launch."""
 
@@ -83,14 +73,11 @@ class RunFolder:
         self.is_first = is_first_rank()
         self.lock = RunLock(self.path)
         self.start = self._take()
-        self.hosts, self.launches = self._compare_ranks()
+        self.launches = self._compare_ranks()
         self.best = start_best(config, self.start.best)
         if self.best and self.best.step not in (0, self.start.step, self.start.best_model_step):
             # The run returns to an old checkpoint, and a later best one has replaced best_model/.
             self.best = Best(self.best.metric, last_step=self.best.last_step)
-        if self.best and self.best.metric == self.start.best.get("metric") and self.start.tested:
-            # A stop had left the evaluation out of the checkpoint.
-            self.best = self.best.judge(self.start.step, self.start.tested)
 
     def _take(self) -> Start:
         """Rank 0 locks the folder and looks for the start. All raise an error if it fails."""
@@ -98,7 +85,7 @@ class RunFolder:
         try:
             if self.is_first:
                 is_restarted = self.path.is_dir() and was_restarted_by_torchrun(self.path)
-                self._lock(is_restarted)
+                self._lock()
                 sweep(self.path, "model")
                 sweep(self.path, BEST_MODEL)
                 sweep(self.checkpoints.folder, "step_")
@@ -110,42 +97,41 @@ class RunFolder:
             raise ValueError(problem)
         return start
 
-    def _lock(self, is_restarted: bool) -> None:
+    def _lock(self) -> None:
         try:
-            self.lock.acquire(is_restarted)
+            self.lock.acquire()
         except OSError as error:
             reason = "it is a file" if self.path.is_file() else str(error)
             raise ValueError(
                 f"trainer.save_dir={self.path} cannot be written: {reason}; choose another folder"
             ) from error
 
-    def _compare_ranks(self) -> tuple[list[str], list[str]]:
-        """Returns the hosts, and the launches of torchrun on them. ValueError names differences."""
+    def _compare_ranks(self) -> list[str]:
+        """Returns the launches of torchrun on all machines. ValueError names ranks that differ."""
         text = broadcast_object(self.lock.text)
         facts = {f"{key}={value}": "" for key, value in self.identity.config.items()}
         facts |= {f"the content of {key}": x for key, x in self.identity.contents.items()}
         facts |= {"the code of rl2": hash_package()} | versions()
         sees_folder = self.is_first or _sees(self.lock.path, text)
         unseen = "" if sees_folder else str(self.path.absolute())
-        rank = Rank(socket.gethostname(), name_launch(), facts, unseen)
-        ranks: list[Rank] = all_gather_objects(rank)
+        ranks = all_gather_objects((socket.gethostname(), name_launch(), facts, unseen))
+        first_host, _, first_facts, _ = ranks[0]
         problems = []
-        for number, other in enumerate(ranks):
-            place = f"rank {number} on {other.host}"
-            if other.unseen:
+        for number, (host, _, other_facts, unseen) in enumerate(ranks):
+            if unseen:
                 problems.append(
-                    f"{place} does not see {other.unseen} of rank 0 on {ranks[0].host}: all nodes "
-                    "need trainer.save_dir in a folder that they share"
+                    f"rank {number} on {host} does not see {unseen} of rank 0 on {first_host}: all "
+                    "nodes need trainer.save_dir in a folder that they share"
                 )
                 continue
-            for key, value in other.facts.items():
-                if ranks[0].facts.get(key) != value:
-                    problems.append(f"{place} differs from rank 0 on {ranks[0].host} in {key}")
+            for key, value in other_facts.items():
+                if first_facts.get(key) != value:
+                    place = f"rank {number} on {host} differs from rank 0 on {first_host}"
+                    problems.append(f"{place} in {key}")
         if problems:
             raise ValueError("\n".join(problems))
-        # All nodes count, since another one may have the first rank after a restart.
-        launches = list(dict.fromkeys(other.launch for other in ranks))
-        return list(dict.fromkeys(other.host for other in ranks)), launches
+        # All machines count, since another one may have the first rank after a restart.
+        return sorted({launch for _, launch, _, _ in ranks})
 
     # The length of the run.
 
@@ -241,7 +227,6 @@ class RunFolder:
             "step": self.start.step,
             "num_steps": num_steps,
             "command": sys.argv,
-            "hosts": self.hosts,
             "world_size": dist.get_world_size() + count_samplers(self.config),
             "seed": self.config.trainer.seed,
             "versions": versions(),
@@ -318,15 +303,18 @@ class RunFolder:
 
     # Writing.
 
-    def save(self, step: int, parts: Parts, num_steps: int) -> None:
-        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call."""
+    def save(self, step: int, parts: Parts, num_steps: int, lacks_test: bool) -> None:
+        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call.
+
+        `lacks_test`: an evaluation of the step is due, and left to the launch that resumes.
+        """
         counter: Any = parts["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
             "num_steps": num_steps,
+            "lacks_test": lacks_test,
             "best": asdict(self.best) if self.best else None,
-            "metrics": MetricsFile(self.path).last() if self.is_first else {},
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
             "hashes": hash_states(parts, {name: part.state_dict() for name, part in parts.items()}),

@@ -3,14 +3,12 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rl2 import cleanup
 
@@ -20,20 +18,6 @@ Holding = Literal["never", "held", "released", "abandoned", "unknown"]
 
 BEAT_SECONDS = 2.0  # between two touches of owner.json by the run that has the folder
 WATCH_SECONDS = 20.0  # an owner on another machine that does not touch it for so long is gone
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that has a run folder."""
-
-    pid: int
-    host: str
-    boot: str  # of its machine, which containers share; "" where it is not known
-    since: str  # when it took the lock
-
-    def is_here(self) -> bool:
-        """Whether its locks are known here: its machine is this one, or has started again."""
-        return self.host == socket.gethostname() or (self.boot != "" and self.boot == _boot())
 
 
 class RunLock:
@@ -47,24 +31,20 @@ class RunLock:
     def __init__(self, run_folder: Path):
         self.run_folder = run_folder
         self.path = run_folder / "lock/owner.json"
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = Owner(os.getpid(), socket.gethostname(), _boot(), since)
-        self.text = json.dumps(asdict(owner))
         self.pid = os.getpid()
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = {"pid": self.pid, "host": socket.gethostname(), "since": since}
+        self.text = json.dumps(owner)
         # A process that closes the file loses the lock, whichever of its openings that is. So
         # nobody else opens it: it has no content.
         self.held: TextIO | None = None
-        self.made: list[Path] = []  # by this run: its folder and those that hold it
         self.is_released = threading.Event()
 
-    def acquire(self, is_restarted: bool = False) -> None:
+    def acquire(self) -> None:
         """Takes the folder until `release` or the end of the process.
 
-        `is_restarted`: this is the run that had the folder, whose processes torchrun has ended.
         ValueError if another run has the folder. OSError if it cannot be written.
         """
-        folders = (self.run_folder, *self.run_folder.parents)
-        self.made = [folder for folder in folders if not folder.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.held = open(self.path.with_name("held"), "w")  # noqa: SIM115
         is_in_use = False
@@ -77,21 +57,19 @@ class RunLock:
                 f"warning: {self.held.name} cannot be locked ({error}), so nothing keeps a second "
                 "run out of this folder"
             )
-        owner = _read(self.path)
-        if owner is not None and not owner.is_here() and not is_in_use and not is_restarted:
-            is_in_use = self._is_touched(owner)
-        if is_in_use:
+        owner = _read_owner(self.path)
+        if is_in_use or (owner and not _is_here(owner) and self._is_touched(owner)):
             self.held.close()
             raise ValueError(self._explain(owner))
         self.path.write_text(self.text)
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
         cleanup.register(self.release)
 
-    def _is_touched(self, owner: Owner) -> bool:
+    def _is_touched(self, owner: dict[str, Any]) -> bool:
         """Whether the owner, on another machine, touches its file within WATCH_SECONDS."""
         print(
-            f"{self.path} is of process {owner.pid} on {owner.host}: waiting {WATCH_SECONDS:.0f} s "
-            "to see whether that run goes on"
+            f"{self.path} is of process {owner['pid']} on {owner['host']}: waiting "
+            f"{WATCH_SECONDS:.0f} s to see whether that run goes on"
         )
         before, ends = self.path.stat().st_mtime_ns, time.monotonic() + WATCH_SECONDS
         while time.monotonic() < ends:
@@ -106,28 +84,19 @@ class RunLock:
                 os.utime(self.path)
 
     def release(self) -> None:
-        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this.
-
-        A folder that this run has made and left empty, as a failed start does, is removed.
-        """
+        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this."""
         if self.held is None or self.is_released.is_set() or os.getpid() != self.pid:
             return
         self.is_released.set()
         self.held.close()
-        if not self.path.exists():  # the folder is gone
-            return
-        self.path.write_text("{}")
-        if self.made and os.listdir(self.run_folder) == ["lock"]:
-            shutil.rmtree(self.path.parent)
-            with suppress(OSError):  # a folder that holds it has got other files meanwhile
-                for folder in self.made:
-                    folder.rmdir()
+        if self.path.exists():  # the folder may be gone
+            self.path.write_text("{}")
 
-    def _explain(self, owner: Owner | None) -> str:
+    def _explain(self, owner: dict[str, Any]) -> str:
         name, stop = "a process that has just started", "stop that run"
-        if owner is not None:
-            name = f"process {owner.pid} on {owner.host}, since {owner.since}"
-            stop += f" (kill {owner.pid})"
+        if owner:
+            name = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+            stop += f" (kill {owner['pid']})"
         return (
             f"trainer.save_dir={self.run_folder} is in use by another run ({name}): give this run "
             f"a folder of its own, trainer.experiment_name=NAME or trainer.save_dir=FOLDER, or "
@@ -135,19 +104,17 @@ class RunLock:
         )
 
 
-def _boot() -> str:
+def _read_owner(path: Path) -> dict[str, Any]:
+    """The pid, host and since of the process that the file names; {} if it names none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # no Linux
-        return ""
+        owner = json.loads(path.read_text())
+        return {name: owner[name] for name in ("pid", "host", "since")}
+    except (OSError, ValueError, LookupError, TypeError):  # or it is being written
+        return {}
 
 
-def _read(path: Path) -> Owner | None:
-    """The process that the file names; None if there is none, or it is being written."""
-    try:
-        return Owner(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+def _is_here(owner: dict[str, Any]) -> bool:
+    return bool(owner["host"] == socket.gethostname())
 
 
 def look_at_lock(run_folder: Path) -> Holding:
@@ -162,7 +129,7 @@ def look_at_lock(run_folder: Path) -> Holding:
         return "held"
     except OSError:
         return "unknown"
-    owner = _read(path)
-    if owner is None:
+    owner = _read_owner(path)
+    if not owner:
         return "released"
-    return "abandoned" if owner.is_here() else "unknown"
+    return "abandoned" if _is_here(owner) else "unknown"

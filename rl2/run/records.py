@@ -113,32 +113,6 @@ class MetricsFile:
                 )
         return lines
 
-    def last(self) -> Line:
-        """Returns the last line, {} without one."""
-        texts = self.path.read_bytes().splitlines() if self.path.exists() else []
-        return json.loads(texts[-1]) if texts else {}
-
-    def fill(self, step: int, saved: Line) -> None:
-        """Prints which lines until `step` are missing. Adds the last one, if it is `saved`."""
-        lines = self.read()
-        first = min([line["step"] for line in lines], default=step)
-        missing = set(range(first, step + 1)) - {line["step"] for line in lines}
-        if step in missing and saved.get("step") == step:
-            earlier = [line for line in lines if line["step"] < step]
-            self.replace([*earlier, saved, *lines[len(earlier) :]])
-            missing.remove(step)
-            print(f"{self.path} had lost the line of step {step}: restored from the checkpoint")
-        if missing:
-            print(f"{self.path} has no line for steps {', '.join(map(str, sorted(missing)))}")
-
-    def read_tests(self, step: int) -> dict[str, float]:
-        """Returns what the evaluation of the step has measured; {} if it has none."""
-        tests = {}
-        for line in self.read():
-            if line["step"] == step:
-                tests = {name: value for name, value in line.items() if name.startswith("test/")}
-        return {name: math.nan if value is None else value for name, value in tests.items()}
-
     def replace(self, lines: list[Line]) -> None:
         """Writes these lines in place of all others."""
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))

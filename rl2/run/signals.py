@@ -2,7 +2,6 @@
 
 import ctypes
 import faulthandler
-import opcode
 import os
 import signal
 import sys
@@ -27,7 +26,6 @@ from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-RAISE_STATEMENT = opcode.opmap["RAISE_VARARGS"]
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
 # In gloo's words for a connection to a process that is gone.
 LOST_CONNECTION = ("by peer", "Pair is not connected")
@@ -50,8 +48,6 @@ class StopSignal:
         self.newest_checkpoint = newest_checkpoint
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
-        self.step_began_at: float | None = None  # None in a process that only samples
-        self.step_seconds: float | None = None  # of the last step; None: none has ended
 
     def listen(self) -> None:
         """Handles the signals from here on. Until then they do what they did before the run."""
@@ -62,13 +58,6 @@ class StopSignal:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.handle)
 
-    def begin_step(self) -> None:
-        """Notes that a step begins, and that the one before it has ended."""
-        now = time.monotonic()
-        if self.step_began_at is not None:
-            self.step_seconds = now - self.step_began_at
-        self.step_began_at = now
-
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal: the first one asks for a stop, the second one ends the process."""
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
@@ -78,7 +67,8 @@ class StopSignal:
             limit = "A second signal ends the run at once"
             if _is_under_torchrun():  # which forwards the signals
                 limit += ", and torchrun kills it 30 s after the last one"
-            _print_once_a_node(f"{self._describe()} {limit}; then {self._describe_loss()}.")
+            plan = "stopping: this step will be finished and saved"
+            _print_once_a_node(f"{plan}. {limit}; then {self._describe_loss()}.")
         elif self.is_repeated():
             _print_once_a_node(f"ended at once; {self._describe_loss()}.")
             os._exit(128 + number)
@@ -95,16 +85,6 @@ class StopSignal:
     def is_requested_anywhere(self) -> bool:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, self.device)
-
-    def _describe(self) -> str:
-        """What happens after a request, and how long it may take."""
-        text = "stopping: this step will be finished and saved"
-        if self.step_began_at is None:
-            return f"{text}."
-        last = "the first step has not ended yet"
-        if self.step_seconds is not None:
-            last = f"the last step took {self.step_seconds:.0f} s"
-        return f"{text}; it has run for {time.monotonic() - self.step_began_at:.0f} s, and {last}."
 
     def _describe_loss(self) -> str:
         """Where the run goes on if it ends without a checkpoint of this step."""
@@ -248,17 +228,12 @@ def _is_lost_connection(error: Exception) -> bool:
 def _is_raised_by_rl2(error: Exception) -> bool:
     """Whether a `raise` statement of rl2 raised the error.
 
-    A frame of rl2 at the end of the traceback does not say so: functions in C, such as operators of
-    torch, leave no frame of their own. So the instruction of the last frame is looked at.
+    Functions in C, such as operators of torch, leave no frame of their own: there the last line is
+    one of rl2, too, and another statement.
     """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None:
-        return False
-    code = last.tb_frame.f_code
-    instruction = code.co_code[last.tb_lasti]
-    return instruction == RAISE_STATEMENT and PACKAGE in Path(code.co_filename).parents
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_raised = (last.line or "").startswith("raise ")
+    return is_raised and PACKAGE in Path(last.filename).parents
 
 
 def _place(error: Exception) -> str:

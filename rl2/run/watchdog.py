@@ -8,30 +8,24 @@ import faulthandler
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2 import progress
 
 LONGEST_INTERVAL_SECONDS = 0.5  # between two signs of a rank
-INTERVALS_WITHOUT_LIFE = 4  # a rank that gives no new sign in so many gives no sign of life
 STDERR = 2  # its file descriptor
 STORE_TIMEOUT = timedelta(seconds=10)
 # Who reads or writes that many bytes makes progress: models are read, and checkpoints written, by
 # libraries that do not mark.
 IO_BYTES = 8 * 2**20
-# One line says where a rank is: at its innermost frame outside of these folders.
-LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
 
 
 class Watchdog:
@@ -48,8 +42,7 @@ class Watchdog:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.process = f"(host {socket.gethostname()}, pid {os.getpid()})"
         self.store: Any = None  # a client of this thread's own
-        self.num_signs = 0
-        self.seen: dict[int, tuple[str, float]] = {}  # by rank: its newest sign, when it was new
+        self.signs: list[int] = []  # of each rank, while nothing moves; [] before that is noticed
         self.newest_work = (0, 0)
         self.num_moves = 0  # intervals in which a rank made progress, summed over the ranks
         self.looked_at = self.progress_at = time.monotonic()
@@ -89,67 +82,55 @@ class Watchdog:
         has_moved = work != self.newest_work or progress.is_expecting() or was_stopped
         self.newest_work, self.looked_at = work, now
         frame = sys._current_frames()[self.watched]
-        self.num_signs += 1
         num_moves = self.num_moves + has_moved
         if self.world_size > 1:
-            self.store = self.store or _connect()
-            if self.store is None:  # until there is one, a rank may rightly wait for a slow one
-                self.progress_at = now
-                return
-            state = f"in phase {progress.phase} at {_place(frame)}"
-            self.store.set(str(self.rank), f"{self.num_signs}|{state}|{self.process}")
+            if self.store is None:
+                self.store = _connect()
+                if self.store is None:  # until then a rank may rightly wait for a slow one
+                    self.progress_at = now
+                    return
+                self.store.set(f"process/{self.rank}", self.process)
+            self.store.add(f"signs/{self.rank}", 1)
             num_moves = self.store.add("moves", int(has_moved))
         silent = now - self.progress_at
-        if self.world_size > 1 and silent >= self.limit / 2:
-            self._note_signs(now)
+        if silent >= self.limit / 2 and not self.signs:
+            self.signs = self._count_signs()
         if num_moves != self.num_moves:
             if self.alarm_after > self.limit and self.rank == 0:
                 print(f"watchdog: the run moves again after {silent:.0f} s")
             self.num_moves, self.progress_at, self.alarm_after = num_moves, now, self.limit
-            self.seen.clear()
+            self.signs.clear()
         elif silent >= self.alarm_after:
             self.alarm_after *= 2
             lines = [f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})"]
-            lines += self._describe_ranks(now)
+            lines += self._describe_silent_ranks()
             lines.append(
                 f"rank {self.rank} {self.process} is in phase {progress.phase}; its main thread:"
             )
             print("\n".join([*lines, *traceback.format_stack(frame)]), file=sys.stderr)
 
-    def _describe_ranks(self, now: float) -> list[str]:
-        """A line for each state that ranks are in, on the first rank that is alive."""
+    def _describe_silent_ranks(self) -> list[str]:
+        """A line for each rank without a sign of life, on the first rank that gives one."""
+        before, self.signs = self.signs, self._count_signs()
+        silent = [rank for rank, count in enumerate(self.signs) if count == before[rank]]
+        if any(rank not in silent for rank in range(self.rank)):
+            return []
+        lines = []
+        for rank in silent:
+            key = f"process/{rank}"
+            process = self.store.get(key).decode() if self.store.check([key]) else ""
+            lines.append(
+                f"  rank {rank} {process} gives no sign of life: it is stopped, lost, or in a C "
+                "function that keeps Python's lock (in an env file: use "
+                "rollout.env_isolation=process)"
+            )
+        return lines
+
+    def _count_signs(self) -> list[int]:
+        """How many signs each rank has given; of a lone process there are none."""
         if self.world_size == 1:
             return []
-        ranks_by_state: dict[str, list[str]] = {}
-        alive = []
-        for rank in range(self.world_size):
-            sign, seen_at = self.seen.get(rank, ("", now))
-            _, place, process = sign.split("|") if sign else ("", "", "")
-            state = f": alive, {place}" if sign else ": no sign yet"
-            if now - seen_at > INTERVALS_WITHOUT_LIFE * self.interval:
-                state = (
-                    f" {process} gives no sign of life; it was last {place}. It is stopped, lost, "
-                    "or in a C function that keeps Python's lock (in an env file: use "
-                    "rollout.env_isolation=process)."
-                )
-            elif sign:
-                alive.append(rank)
-            ranks_by_state.setdefault(state, []).append(str(rank))
-        if self.rank != min(alive, default=0):
-            return []
-        return [
-            f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}{state}"
-            for state, ranks in ranks_by_state.items()
-        ]
-
-    def _note_signs(self, now: float) -> None:
-        """Notes the newest sign of each rank that has given one."""
-        ranks = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
-        values = self.store.multi_get([str(rank) for rank in ranks])
-        for rank, value in zip(ranks, values, strict=True):
-            sign = value.decode()
-            if sign != self.seen.get(rank, ("", 0.0))[0]:
-                self.seen[rank] = (sign, now)
+        return [self.store.add(f"signs/{rank}", 0) for rank in range(self.world_size)]
 
 
 def _connect() -> dist.Store | None:
@@ -163,14 +144,6 @@ def _connect() -> dist.Store | None:
     store.set_timeout(STORE_TIMEOUT)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"rl2/watchdog/{attempt}", store)
-
-
-def _place(frame: FrameType) -> str:
-    """file:line in function of the innermost frame outside of libraries."""
-    stack = traceback.extract_stack(frame)
-    own = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
-    entry = (own or stack)[-1]
-    return f"{entry.filename}:{entry.lineno} in {entry.name}"
 
 
 def _io_bytes() -> int:

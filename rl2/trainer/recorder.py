@@ -87,7 +87,7 @@ class Recorder:
         From here on a signal lets the current step finish.
         """
         step, start = self.start_step, self.folder.start
-        if self._is_test_due(step) and (step == 0 or (start.is_own and not start.tested)):
+        if self._is_test_due(step) and (step == 0 or start.lacks_test):
             tests = self._evaluate(step)
             self._judge(step, tests)  # 0 is no candidate, but a metric that is not there is found
             log = self.metrics_log.write if step == 0 else self.metrics_log.complete
@@ -103,7 +103,6 @@ class Recorder:
     def remaining_steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are not done yet; the first step is 1."""
         while self.last_step < self.num_steps:
-            self.stop_signal.begin_step()
             yield self.last_step + 1
 
     def finish_step(
@@ -159,7 +158,7 @@ class Recorder:
         """
         folder = self.folder
         if not self.health.is_diverging and self._weights_are_finite():
-            folder.save(step, self.parts, self.planned_steps)
+            folder.save(step, self.parts, self.planned_steps, self.lacks_test)
             folder.prune(self.health.proven_step)
             return
         if self._is_best(step):
@@ -182,15 +181,6 @@ class Recorder:
             return
         self.earlier_best = folder.best
         folder.best = folder.best.judge(step, metrics)
-        before = self.earlier_best.value
-        if is_first_rank() and before is not None and folder.best_step == step:
-            error = folder.best.standard_error(metrics)
-            if abs(folder.best.value - before) < error:
-                print(
-                    f"step {step} is the best so far, but {self._describe_best()} differs from "
-                    f"{before:.4g} of step {self.earlier_best.step} by less than its standard "
-                    f"error, {error:.2g}: more test rows would say which is better"
-                )
         if folder.has_lost_patience and step < self.num_steps:
             self.num_steps = step
             if is_first_rank():
