@@ -223,13 +223,15 @@ def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> No
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Renames a finished folder to `target`, in the place of an older one.
+    """Renames a finished folder to `target`, in the place of an older one, which is deleted.
 
-    A kill may leave none of the two: a resumed run exports what is missing.
+    A kill between the two renames leaves no `target`: a resumed run exports what is missing.
     """
+    older = target.with_name(f"{target.name}.deleting")
     if target.exists():
-        delete(target)
+        target.rename(older)
     written.rename(target)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def delete(folder: Path) -> None:
