@@ -39,7 +39,7 @@ from rl2.run.folder import RunFolder
 from rl2.run.lock import RunLock
 from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
-from rl2.trainer import dpo, ppo, rm, sft
+from rl2.trainer import dpo, ppo, sft
 from rl2.trainer.recorder import Recorder
 
 NUM_ROWS = 12
@@ -196,8 +196,8 @@ def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, mo
     assert run["date"] == "2026-03-05"
 
 
-@pytest.mark.parametrize("main", [ppo.main, sft.main, dpo.main, rm.main])
-def test_every_trainer_takes_a_template_variables_and_a_system_prompt(
+@pytest.mark.parametrize("main", [ppo.main, sft.main, dpo.main])
+def test_trainers_take_a_template_variables_and_a_system_prompt(
     setup, train, tmp_path, monkeypatch, main
 ):
     texts = []
@@ -218,8 +218,6 @@ def test_every_trainer_takes_a_template_variables_and_a_system_prompt(
     row |= {"completion": "a"} if main is sft.main else {"chosen": "a", "rejected": "b"}
     write_jsonl(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
     setup[:] = [argument for argument in setup if not argument.startswith("actor.lr")]
-    if main is rm.main:
-        setup[:] = [argument.replace("actor.", "critic.") for argument in setup]
     if main is ppo.main:
         setup[:] = [argument.replace("batch_size", "prompts_per_rollout") for argument in setup]
         setup += ["rollout.env_path=env.py", "rollout.train_sampling_params.max_new_tokens=2"]
@@ -504,22 +502,8 @@ rollout:
   env_path: null
   max_turns: 1
   reward_weights: {}
-  score: null
-  max_running: null
-  env_timeout: 30.0
-  env_concurrency: 32
-  env_isolation: thread
-  endpoint_host: 127.0.0.1
-  max_env_failures: 0.1
-  test_path: null
-  columns: {}
-  responses_per_test_prompt: 1
   test_sampling_params:
     temperature: 0.0
-    top_p: 1.0
-    top_k: -1
-    max_new_tokens: 128
-    stop_token_ids: []
     stop: []
 """
 

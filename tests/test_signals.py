@@ -13,7 +13,7 @@ import torch
 
 from rl2.algorithms.find import find_policy_loss
 from rl2.algorithms.losses import masked
-from rl2.run.signals import user_errors
+from rl2.run.signals import StopSignal, user_errors
 
 
 def fail_in_an_operator():
@@ -53,6 +53,22 @@ def test_a_missing_file_is_one_message_with_its_place(tmp_path, capsys):
         open(tmp_path / "missing.json")
     error = capsys.readouterr().err
     assert "missing.json" in error and f"({__file__}, line " in error and error.count("\n") == 1
+
+
+def test_a_stop_is_asked_for_although_nobody_reads_stderr():
+    """Ctrl-C ends `tee` too, and an error in the handler would be one of the step."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)
+    stop_signal = StopSignal(torch.device("cpu"), lambda: None)
+    try:
+        stop_signal.handle(signal.SIGINT, None)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(writer)
+    assert stop_signal.requested_at is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is of Linux")

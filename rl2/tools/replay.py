@@ -11,17 +11,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import product, zip_longest
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
-
 from rl2.parallel.rank import is_first_rank
-from rl2.report.answers import prompt_of
 from rl2.report.saved import Record, read_lines
 from rl2.run.records import read_object
 
@@ -31,27 +26,14 @@ TIMED = ("time/", "overlap/", "memory/", "resources/", "tokens/per_second", "war
 FACTS = ("cpu", "gpu", "threads", "commit", "code")
 # What an answer is compared by, in the order in which a step makes it. It may lack some of it.
 PARTS = (
-    *("row", "prompt", "tokens", "logps", "messages", "finish_reason", "length"),
-    *("rewards", "weights", "reward", "is_filtered", "trainer_logps", "advantages", "advantage"),
+    *("row", "messages", "finish_reason", "length"),
+    *("rewards", "weights", "reward", "is_filtered", "advantage"),
 )
-COLUMNS = {"tokens", "mask", "logps", "trainer_logps", "advantages"}  # of step_N.safetensors
 NOTHING = "nothing"  # where only one of the two has a value
 SHOWN = 80  # characters of a value
 # Kernels of GPUs may add in any order: numbers may differ by this much, or by this fraction, and
 # the hash of the weights is not compared. No replay has been tried on a GPU.
 GPU_TOLERANCE = 1e-2
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The steps that are run again, and what they need of the recorded run."""
-
-    run: Path
-    launch: Record  # of run.json: the launch that did the last step
-    trainer: str  # the name of the config's class
-    config: Path  # the folder with the config.yaml of that launch
-    checkpoint: Path | None  # before the first step; None at the beginning of the run
-    steps: range
 
 
 def main() -> None:
@@ -67,20 +49,53 @@ def main() -> None:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run; it is only read")
     parser.add_argument("--step", type=int, required=True, help="the step, 1 or more")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a new folder for the records of the replay; by default a temporary one",
-    )
+    about = "a new folder for the records of the replay; by default a temporary one"
+    parser.add_argument("--out", type=Path, help=about)
     arguments = parser.parse_args()
     try:
-        recorded = find_steps(arguments.run.resolve(), arguments.step)
-        check_processes(recorded, arguments.out)
-        out = arguments.out or Path(tempfile.mkdtemp(prefix="rl2-replay-"))
-        found = replay(recorded, out.resolve())
+        found = replay(arguments.run.resolve(), arguments.step, arguments.out)
     except (OSError, ValueError, RuntimeError) as error:
         parser.exit(2, f"rl2 replay: {error}\n" if is_first_rank() else "")
     sys.exit(int(bool(found)))
+
+
+def replay(run: Path, step: int, out: Path | None) -> str:
+    """Runs the step again in the folder `out`. Prints and returns the first difference, if any.
+
+    ValueError or RuntimeError if it cannot be run again. Other processes than the first return "".
+    """
+    import torch  # it takes seconds, and --help does not need it
+
+    from rl2.run.checkpoints import Checkpoints
+
+    launch = find_launch(run, step)
+    check_processes(run, step, launch, out)
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoint = checkpoints.newest(before=step)
+    first = int(checkpoint.name.removeprefix("step_")) + 1 if checkpoint else 1
+    if first == 1 and 1 not in read_metrics(run):
+        raise ValueError(
+            f"{run} was resumed from a checkpoint of another run, and has none of its own "
+            f"before step {step}: replay the other run, or a later step"
+        )
+    out = (out or Path(tempfile.mkdtemp(prefix="rl2-replay-"))).resolve()
+    if is_first_rank():
+        prepare(run, out)
+        place = checkpoint or "the beginning of the run"
+        print(f"steps {first} to {step} of {run} again, from {place}, in {out}", flush=True)
+    folder = launch.get("folder", "")  # where the paths of its config begin
+    if os.path.isdir(folder):
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+    torch.set_num_threads(launch.get("threads") or torch.get_num_threads())
+    # A later launch may have replaced the config.yaml of the run; checkpoints keep theirs.
+    later = [saved for saved in checkpoints.steps() if saved >= step]
+    run_until(step, checkpoints.path(later[0]) if later else run, checkpoint, out)
+    if not is_first_rank():
+        return ""
+    if step not in read_metrics(out):
+        raise RuntimeError(f"it was stopped before the end of step {step}")
+    return report(run, out, range(first, step + 1), has_gpu=bool(launch.get("gpu")))
 
 
 def read_metrics(run: Path) -> dict[int, Record]:
@@ -89,75 +104,28 @@ def read_metrics(run: Path) -> dict[int, Record]:
     return {line["step"]: line for line in lines if "step" in line}
 
 
-def find_launch(record: Record, step: int) -> Record:
-    """The launch that did the step, in run.json."""
+def find_launch(run: Path, step: int) -> Record:
+    """Returns the launch that did the step, of run.json. ValueError if nothing says how."""
+    record = read_object(run / "run.json")
+    if not {"starts", "identity", "date"} <= record.keys():
+        raise ValueError(f"{run} is not the folder of a run: run.json says how to run a step")
+    steps = [number for number in read_metrics(run) if number > 0]
+    if step not in steps:
+        recorded = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+        raise ValueError(f"--step {step}: {run} has recorded {recorded}")
     launch: Record = [start for start in record["starts"] if start["step"] < step][-1]
     return launch
 
 
-def find_steps(run: Path, step: int) -> Recorded:
-    """The steps from the newest checkpoint before `step` on. ValueError if something is missing."""
-    from rl2.run.checkpoints import Checkpoints  # torch takes seconds, and --help does not need it
-
-    record = read_object(run / "run.json")
-    if not {"starts", "identity", "date"} <= record.keys():
-        raise ValueError(f"{run} is not the folder of a run: run.json says how to run a step")
-    numbers = sorted(number for number in read_metrics(run) if number > 0)
-    if step not in numbers:
-        raise ValueError(f"--step {step}: {run} has recorded {describe_steps(numbers)}")
-    launch = find_launch(record, step)
-    checkpoints = Checkpoints(run / "checkpoints")
-    saved_steps = checkpoints.steps()
-    first = max((saved for saved in saved_steps if saved < step), default=0) + 1
-    if first == 1 and numbers[0] != 1:
-        raise ValueError(
-            f"{run} was resumed from a checkpoint of another run, and has none of its own "
-            f"before step {step}: replay the other run, or a later step"
-        )
-    config = run
-    if launch != record["starts"][-1]:
-        # A later launch has replaced the run's config.yaml; the next checkpoint has the old one.
-        config = next((checkpoints.path(saved) for saved in saved_steps if saved >= step), run)
-    checkpoint = checkpoints.path(first - 1) if first > 1 else None
-    trainer, steps = record["identity"]["trainer"], range(first, step + 1)
-    return Recorded(run, launch, trainer, config, checkpoint, steps)
-
-
-def check_processes(recorded: Recorded, out: Path | None) -> None:
+def check_processes(run: Path, step: int, launch: Record, out: Path | None) -> None:
     """ValueError unless the job has as many processes as the run had, and a folder that all see."""
-    number = recorded.launch["world_size"]
-    command = f"rl2 replay {recorded.run} --step {recorded.steps[-1]}"
+    number = launch["world_size"]
+    command = f"rl2 replay {run} --step {step}"
     if number > 1:
         command = f"torchrun --nproc_per_node={number} -m {command} --out FOLDER"
     is_alike = os.environ.get("WORLD_SIZE", "1") == str(number)
     if not is_alike or (number > 1 and out is None):
-        raise ValueError(f"{recorded.run} ran as {number} processes: start `{command}`")
-
-
-def replay(recorded: Recorded, out: Path) -> str:
-    """Runs the steps again in the folder `out`. Prints and returns the first difference, if any.
-
-    ValueError or RuntimeError if they cannot be run again. Other processes than the first return
-    "".
-    """
-    import torch
-
-    if is_first_rank():
-        prepare(recorded.run, out)
-        steps = f"{describe_steps(recorded.steps)} of {recorded.run}"
-        place = recorded.checkpoint or "the beginning of the run"
-        print(f"{steps} again, from {place}, in {out}", flush=True)
-    folder = recorded.launch["folder"]
-    if os.path.isdir(folder):  # where the paths of its config begin
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-    torch.set_num_threads(recorded.launch["threads"])
-    run_steps(recorded, out)
-    if not is_first_rank():
-        return ""
-    if recorded.steps[-1] not in read_metrics(out):
-        raise RuntimeError(f"it was stopped before the end of step {recorded.steps[-1]}")
-    return report(recorded, out)
+        raise ValueError(f"{run} ran as {number} processes: start `{command}`")
 
 
 def prepare(run: Path, out: Path) -> None:
@@ -172,8 +140,11 @@ def prepare(run: Path, out: Path) -> None:
     (out / "run.json").write_text(json.dumps({"date": date}))
 
 
-def run_steps(recorded: Recorded, out: Path) -> None:
-    """Trains the steps as the trainer did. SystemExit with status 2 if it fails, which it says."""
+def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> None:
+    """Trains as the run or checkpoint in the folder `source` did.
+
+    SystemExit with status 2 if it fails, which it says.
+    """
     import torch.distributed as dist
 
     from rl2.config.conditions import count_samplers
@@ -185,11 +156,11 @@ def run_steps(recorded: Recorded, out: Path) -> None:
     from rl2.trainer.ppo_run import PPORun, SamplerRun
 
     trainers: Any = {m.TRAINER.config_class.__name__: m for m in (ppo, sft, dpo, rm)}
-    trainer = trainers[recorded.trainer]
-    words = ["--config-dir", str(recorded.config), "--config-name", "config.yaml"]
+    trainer = trainers[read_object(source / "run.json")["identity"]["trainer"]]
+    words = ["--config-dir", str(source), "--config-name", "config.yaml"]
     config: Any = parse(trainer.TRAINER.config_class, words)
     config.trainer.save_dir = str(out)
-    config.trainer.resume = str(recorded.checkpoint or "auto")
+    config.trainer.resume = str(checkpoint or "auto")
     config.trainer.save_freq = None
     config.trainer.loggers = []
     for name in worker_names(config):
@@ -201,53 +172,37 @@ def run_steps(recorded: Recorded, out: Path) -> None:
                 SamplerRun(config).run()
                 return
             make_run = PPORun if trainer is ppo else trainer.make_run
-            run: Any = make_run(config)
-            run.recorder.evaluate = None  # schedules are those of the whole run
-            run.recorder.num_steps = recorded.steps[-1]
-            trainer.train(run)
+            job: Any = make_run(config)
+            job.recorder.evaluate = None
+            job.recorder.num_steps = step  # schedules are those of the whole run
+            trainer.train(job)
             if trainer is ppo:
-                run.close()
+                job.close()
             dist.destroy_process_group()
     except SystemExit as error:
         sys.exit(2 if error.code else 0)
 
 
-def report(recorded: Recorded, again: Path) -> str:
+def report(run: Path, again: Path, steps: range, has_gpu: bool) -> str:
     """Prints what has changed since the run, and the first difference. Returns this one, or ""."""
-    has_gpu, steps = bool(recorded.launch["gpu"]), recorded.steps
     if has_gpu:
         print(f"on a GPU: compared with a tolerance of {GPU_TOLERANCE}, without the weights' hash")
-    found = find_difference(recorded.run, again, steps, GPU_TOLERANCE if has_gpu else None)
-    before, now = (describe_launch(run, steps[-1]) for run in (recorded.run, again))
+    found = find_difference(run, again, steps, GPU_TOLERANCE if has_gpu else None)
+    before, now = (describe_launch(folder, steps[-1]) for folder in (run, again))
     names = [name for name in before if name in now and before[name] != now[name]]
     if names:
         changes = (f"{name}: {before[name]} -> {now[name]}" for name in names)
         print("changed since the run:", *changes, sep="\n  ")
-    folder = again / f"rollouts/train/step_{steps[-1]}"
-    kinds = {"answers": folder.with_suffix(".jsonl"), "tokens": folder.with_suffix(".safetensors")}
-    compared = ["metrics", *(kind for kind, path in kinds.items() if path.exists())]
-    if not has_gpu:
-        compared.append("weights")
-    same = f"same: {describe_steps(steps)} (compared: {', '.join(compared)})"
-    print(f"first difference: {found}" if found else same)
+    print(f"first difference: {found}" if found else f"same: steps {steps[0]} to {steps[-1]}")
     return found
-
-
-def describe_steps(numbers: Iterable[int]) -> str:
-    """Such as "step 1" and "steps 1 to 9"."""
-    steps = list(numbers)
-    if len(steps) > 1:
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"step {steps[0]}" if steps else "no step"
 
 
 def describe_launch(run: Path, step: int) -> Record:
     """What may change numbers of the launch that did the step: its facts, by their names."""
-    record = read_object(run / "run.json")
-    launch = find_launch(record, step)
-    facts = {name: launch[name] for name in FACTS}
-    facts |= {f"versions.{name}": text for name, text in launch["versions"].items()}
-    contents = record["identity"]["contents"]
+    launch = find_launch(run, step)
+    facts = {name: launch.get(name) for name in FACTS}
+    facts |= {f"versions.{name}": text for name, text in launch.get("versions", {}).items()}
+    contents = read_object(run / "run.json")["identity"]["contents"]
     return facts | {f"contents.{name}": text[:12] for name, text in contents.items()}
 
 
@@ -279,15 +234,13 @@ def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
 
     First of all answers what a step makes first.
     """
-    first, second = read_answers(run), read_answers(again)
+    first, second = ({record["id"]: record for record in read_lines(x)[0]} for x in (run, again))
     place = "/".join(run.parts[-3:])
     yield place, "ids of answers", list(first), list(second)
-    for part, number in product(PARTS, first.keys() & second.keys()):
+    for part, number in product(PARTS, [number for number in first if number in second]):
         old, new = first[number], second[number]
         if part in old and part in new:
-            group = [other for other in first if first[other]["group"] == old["group"]]
-            where = f"group {old['group']}, answer {group.index(number)} of {place}"
-            yield where, part, old[part], new[part]
+            yield f"answer {number} of {place}", part, old[part], new[part]
 
 
 def compare_values(name: str, old: Any, new: Any, tolerance: float) -> str:
@@ -311,29 +264,12 @@ def are_equal(a: Any, b: Any, tolerance: float) -> bool:
     return bool(a == b)
 
 
-def read_answers(path: Path) -> dict[int, Record]:
-    """Returns the records of a step by their id, with prompts, and with tokens if they are kept."""
-    records = {record["id"]: record for record in read_lines(path)[0]}
-    for record in records.values():
-        record["prompt"] = prompt_of(record)
-    if not path.with_suffix(".safetensors").exists():
-        return records
-    columns = load_file(path.with_suffix(".safetensors"))
-    owners = np.repeat(columns["trajectory"], columns["length"])
-    for number, record in records.items():
-        own = {name: columns[name][owners == number].tolist() for name in columns.keys() & COLUMNS}
-        if any(own["mask"]):  # else it failed or was filtered out
-            record |= own
-    return records
-
-
 def show_both(old: str, new: str) -> str:
     """Returns both texts; long ones are cut around their first difference."""
     start = max(0, len(commonprefix([old, new])) - SHOWN // 2)
     if max(len(old), len(new)) <= SHOWN:
         return f"{old} and {new}"
-    cuts = [f"{'...' if start else ''}{text[start : start + SHOWN]!r}" for text in (old, new)]
-    return " and ".join(cuts)
+    return " and ".join(repr(text[start : start + SHOWN]) for text in (old, new))
 
 
 if __name__ == "__main__":
