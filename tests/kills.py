@@ -1,14 +1,14 @@
 """Kills runs at random moments with SIGKILL, resumes them, and compares them with a run that was
 never killed: metrics, transcripts and weights must have equal bits.
 
-    kills.py FOLDER [--kills 100] [--seed 0] [--case NAME ...] [--output FILE]
+    kills.py FOLDER [--kills 100] [--seed 0] [--case NAME ...]
 
 The kills are shared among the cases: trainers and layouts, see CASES. A kill comes at a random time
 of the run or while a checkpoint is written, and meets all ranks, as when the power fails, or one of
 them; the others get SIGTERM then, as from torchrun, and must end. A quarter are stops: all ranks
 get SIGTERM, as from a cluster that takes its machines back, and the run saves and ends. FOLDER
 keeps the runs that were not killed, so a further slice with another seed reuses them. Each killed
-run adds a line of JSON to --output.
+run prints a line of JSON.
 """
 
 import argparse
@@ -222,7 +222,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
@@ -256,9 +255,6 @@ def main() -> None:
         places.update(kills)
         line = {"seed": arguments.seed, "case": case.name, "kills": kills, "problem": problem}
         print(json.dumps(line), flush=True)
-        if arguments.output:
-            with open(arguments.output, "a") as output:
-                output.write(json.dumps(line) + "\n")
         if num_failed == 3:
             break
     print(f"{places.total()} kills: {dict(places)}; {num_failed} runs failed", flush=True)
