@@ -15,8 +15,8 @@ from rl2.env.tool_calls.schemas import Schemas, argument_schemas
 from rl2.env.tool_calls.syntaxes import Syntax
 
 MAX_CALLS = 100  # in a turn
-# What begins and ends a reasoning, by family: Qwen and most others, Mistral, Gemma, Kimi, Cohere,
-# gpt-oss. Calls inside do not count.
+# What begins and ends a reasoning at the beginning of a turn, by family: Qwen and most others,
+# Mistral, Gemma, Kimi, Cohere, gpt-oss. Calls inside do not count.
 REASONING = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -25,7 +25,6 @@ REASONING = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel|>analysis<|message|>": "<|end|>",
 }
-REASONING_ENDS = frozenset(REASONING.values()) - {"<|end|>"}  # which ends other messages too
 FENCED = re.compile(r"```\w*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON_START = re.compile(r"\[?[\w.]+\(")
 
@@ -58,17 +57,9 @@ def find_marked_calls(
     """Returns the calls after the marks of the syntaxes."""
     schemas = argument_schemas(tools)
     found = Found([])
-    position = _end_of_reasoning(text) if in_reasoning else 0
-    marks = [*map(re.escape, [*REASONING, *REASONING_ENDS]), *(s.opening for s in syntaxes)]
-    any_mark = re.compile("|".join(marks))
+    position = _end_of_reasoning(text, in_reasoning)
+    any_mark = re.compile("|".join(syntax.opening for syntax in syntaxes))
     while mark := any_mark.search(text, position):
-        if mark[0] in REASONING_ENDS:  # it had no beginning, so all before it is reasoning
-            found, position = Found([]), mark.end()
-            continue
-        if mark[0] in REASONING:
-            end = text.find(REASONING[mark[0]], mark.end())
-            position = len(text) if end < 0 else end + len(REASONING[mark[0]])
-            continue
         if len(found.calls) == MAX_CALLS:
             error = f"a turn may have {MAX_CALLS} calls, those after them are not made"
             found.calls.append(ToolCall("", error=error))
@@ -122,13 +113,9 @@ def _end_of_unreadable(text: str, syntax: Syntax, start: int) -> int:
 def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False) -> list[ToolCall]:
     """Returns the calls of tools that are the whole text, or are in code fences."""
     names = {tool["function"]["name"] for tool in tools}
-    # A call of the whole text may have the marks of a reasoning in its arguments.
-    calls = [] if in_reasoning else _read_bare_calls(text.strip(), names)
-    if not calls:
-        said = _without_reasoning(text, in_reasoning)
-        for part in [said, *FENCED.findall(said)]:
-            calls += _read_bare_calls(part.strip(), names)
-    return calls[:MAX_CALLS]
+    said = text[_end_of_reasoning(text, in_reasoning) :]
+    parts = [said, *FENCED.findall(said)]
+    return [call for part in parts for call in _read_bare_calls(part.strip(), names)][:MAX_CALLS]
 
 
 def _read_bare_calls(text: str, names: set[str]) -> list[ToolCall]:
@@ -145,18 +132,15 @@ def _read_bare_calls(text: str, names: set[str]) -> list[ToolCall]:
     return [call for call in calls if is_whole and call.name in names]
 
 
-def _end_of_reasoning(text: str) -> int:
-    """Returns where the reasoning ends with which a text begins."""
+def _end_of_reasoning(text: str, in_reasoning: bool) -> int:
+    """Returns where the reasoning ends with which a turn begins, or the prompt has begun one."""
     ends = [(text.find(mark), mark) for mark in REASONING.values() if mark in text]
-    return min(place + len(mark) for place, mark in ends) if ends else len(text)
-
-
-def _without_reasoning(text: str, in_reasoning: bool) -> str:
+    position = 0
     if in_reasoning:
-        text = text[_end_of_reasoning(text) :]
-    for opening, closing in REASONING.items():
-        pieces = text.split(opening)
-        text = pieces[0] + "".join(piece.partition(closing)[2] for piece in pieces[1:])
-        if closing in REASONING_ENDS:
-            text = text.rpartition(closing)[2]
-    return text
+        position = min((place + len(mark) for place, mark in ends), default=len(text))
+    while begun := next(
+        (mark for mark in REASONING if text.startswith(mark, skip_space(text, position))), None
+    ):
+        end = text.find(REASONING[begun], position)
+        position = len(text) if end < 0 else end + len(REASONING[begun])
+    return position
