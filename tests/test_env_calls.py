@@ -214,18 +214,6 @@ def test_a_flood_of_text_is_refused():
         asyncio.run(env.answer(MESSAGES, {}))
 
 
-def test_recursions_of_other_depths_are_of_the_same_kind():
-    def recurse(depth):
-        return recurse(depth - 1) if depth else 1 / 0
-
-    kinds = set()
-    for depth in (3, 30):
-        with pytest.raises(EnvError) as error:
-            call(env_of(lambda messages, depth: recurse(depth)), depth=depth)
-        kinds.add(error.value.kind)
-    assert len(kinds) == 1
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_async):
     num_running, most = 0, 0

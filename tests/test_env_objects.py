@@ -189,7 +189,7 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
         "\n7<|im_end|>": 4.0,
     }
     if isolation == "thread":
-        assert sys.modules[player.envs[""].spec.object.make_env.__module__].closed == [7]
+        assert sys.modules[player.envs[""].spec.make_env.__module__].closed == [7]
 
 
 @pytest.mark.parametrize("fault", ["reset", "step", "reward", "close"])

@@ -200,25 +200,6 @@ def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd)
     assert "warned flood\n" in errors and "warned hang\n" in errors
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_printed_line_is_written_as_one(load, monkeypatch, unbuffered):
-    """Else the lines of several processes mix. PYTHONUNBUFFERED writes each argument of print."""
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    env = load(
-        """
-        import os, socket
-        def reward_fn(messages):
-            reader, writer = socket.socketpair(type=socket.SOCK_DGRAM)  # keeps writes apart
-            stdout = os.dup(1)
-            os.dup2(writer.fileno(), 1)
-            print("one", "line")
-            os.dup2(stdout, 1)
-            return reader.recv(100) == b"one line\\n"
-        """
-    )
-    assert call(env) == {"reward": 1.0}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load):
     """In C code that keeps Python's lock, with a process of their own that ignores signals.
@@ -330,20 +311,6 @@ def test_preflight_calls_the_env_in_processes(load):
         preflight(env, {"data.path": pack_rows([row])}, 1)
 
 
-def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):
-    env = load(
-        f"""
-        import os
-        def reward_fn(messages, fault):
-            return 1
-        assert os.getpid() == {os.getpid()}
-        """
-    )
-    for _ in range(2):
-        text = failure(env, fault=0)
-        assert "fails on import" in text and "line 5, in <module>" in text, text
-
-
 def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
     env = load("def reward_fn(messages): return 1")
 
@@ -385,3 +352,21 @@ def test_a_call_that_is_cancelled_frees_its_process(load, is_shared):
     if is_shared:
         assert call(env, "other", seconds=0) == {"count": 2, "process": old}
     assert call(env, "new", seconds=0)["count"] == 1
+
+
+def test_a_printed_line_is_written_as_one(load, monkeypatch):
+    """Else the lines of several processes mix. PYTHONUNBUFFERED writes each argument of print."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    env = load(
+        """
+        import os, socket
+        def reward_fn(messages):
+            reader, writer = socket.socketpair(type=socket.SOCK_DGRAM)  # keeps writes apart
+            stdout = os.dup(1)
+            os.dup2(writer.fileno(), 1)
+            print("one", "line")
+            os.dup2(stdout, 1)
+            return reader.recv(100) == b"one line\\n"
+        """
+    )
+    assert call(env) == {"reward": 1.0}

@@ -255,14 +255,6 @@ def test_what_is_only_thought_is_no_answer(name):
         assert extract([*messages, {"role": "assistant", "content": reply}]) is None
 
 
-def test_a_minus_sign_of_any_kind_is_read():
-    for sign in "-\N{MINUS SIGN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}":
-        for name in ("arithmetic", "calculator"):
-            messages = [{"role": "assistant", "content": f"<answer>{sign}5</answer>"}]
-            reward_fn = import_env_file(name).reward_fn
-            assert (reward_fn(messages, "-5"), reward_fn(messages, "5")) == (1.0, 0.0)
-
-
 @needs_math_verify
 @pytest.mark.parametrize("field, answer, is_same", CASES["same_maths_compares_whole_fields"])
 def test_same_maths_compares_whole_fields(field, answer, is_same):

@@ -245,17 +245,6 @@ def test_programs_of_several_processes_share_the_cores():
     assert all(end <= start for (_, end), (start, _) in zip(times, times[1:], strict=False)), times
 
 
-def test_a_process_that_is_killed_frees_its_core(folder):
-    core = max(os.sched_getaffinity(0))
-    killed = run_in_process("import time; time.sleep(1000)", core)
-    try:
-        wait_until(lambda: find_processes(folder.parent / "rl2-sandbox-"))
-    finally:
-        killed.kill()
-        killed.communicate()
-    assert run_in_process("print(1)", core).communicate()[0] == "1\n\n"
-
-
 def test_a_program_that_gets_no_core_is_told_from_one_that_sleeps():
     """Two processes want one core, until one of them has waited long enough."""
     script = """

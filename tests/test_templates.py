@@ -19,9 +19,8 @@ from transformers.utils import chat_template_utils
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example, render_sft
 from rl2.engine.base import Generation, SamplingParams
-from rl2.env.call import Env
 from rl2.env.contract import EnvFailures, Turn
-from rl2.env.spec import EnvSpec, make_object_spec
+from rl2.env.load import make_env
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import begin_group, place_reward
 
@@ -279,7 +278,7 @@ class Caller(Writer):
 def test_tools_are_shown_called_and_answered_token_by_token(name):
     template = make_template(name)
     engine = ScriptedEngine(Caller(name, template))
-    env = Env(EnvSpec(object=make_object_spec(Look)))
+    env = make_env({"make_env": Look})
     with mock.patch("rl2.rollout.player.ChatTemplate.warn_of_ignored"):
         trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
     results = [m for m in trajectory.messages if m["role"] == "tool"]

@@ -58,7 +58,7 @@ class Env:
         self.timeout = timeout
         self.concurrency = concurrency
         self.path = path
-        self.has_object = spec.object is not None
+        self.has_object = spec.make_env is not None
         self.tools = spec.tool_schemas
         self.judges = spec.judges
         self.asked = spec.parameters()
@@ -82,9 +82,9 @@ class Env:
         messages = row["messages"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if self.spec.object is None:
+        if self.spec.make_env is None:
             return messages
-        await self._run("make_env", self.spec.object.make_env, {}, key)
+        await self._run("make_env", self.spec.make_env, {}, key)
         reset = self.spec.methods.get("reset")
         if reset is None:
             return messages

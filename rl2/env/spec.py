@@ -14,20 +14,13 @@ from transformers.utils import get_json_schema
 from rl2.env.contract import METHOD, METHODS, check_signature, project_of
 from rl2.env.results import raising_env_error
 
-
-@dataclass(frozen=True)
-class ObjectSpec:
-    """What the objects of `make_env` have. `make_object_spec` makes it."""
-
-    make_env: Callable
-    methods: Mapping[str, Callable]  # reset, step, reward, ...
-    tools: Mapping[str, Callable]
-    schemas: list[dict]  # of the tools, for the chat template
+# Functions of an env file beside those that reward a trajectory.
+OTHERS = ("interact", "make_env", "extract", "group_reward_fn", "run", "play")
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """The functions of an env file; None or empty for those that it does not define."""
+    """What an env file and its objects define; None or empty for what they do not define."""
 
     reward_fns: Mapping[str, Callable] = field(default_factory=dict)
     interact: Callable | None = None
@@ -35,19 +28,10 @@ class EnvSpec:
     group_reward_fn: Callable | None = None
     run: Callable | None = None
     play: Callable | None = None
-    object: ObjectSpec | None = None
-
-    @property
-    def methods(self) -> Mapping[str, Callable]:
-        return self.object.methods if self.object else {}
-
-    @property
-    def tools(self) -> Mapping[str, Callable]:
-        return self.object.tools if self.object else {}
-
-    @property
-    def tool_schemas(self) -> list[dict]:
-        return self.object.schemas if self.object else []
+    make_env: Callable | None = None
+    methods: Mapping[str, Callable] = field(default_factory=dict)  # reset, step, reward, ...
+    tools: Mapping[str, Callable] = field(default_factory=dict)
+    tool_schemas: list[dict] = field(default_factory=list)  # for the chat template
 
     @property
     def agent(self) -> str | None:
@@ -64,7 +48,7 @@ class EnvSpec:
     @property
     def keeps_state(self) -> bool:
         """Whether something is kept between the calls of a trajectory."""
-        return self.object is not None or bool(
+        return self.make_env is not None or bool(
             {"state", "base_url", "generate"} & self.parameters()
         )
 
@@ -78,29 +62,15 @@ class EnvSpec:
 
     def functions(self) -> dict[str, Callable]:
         """Returns the functions of the file, by name."""
-        functions = dict(self.reward_fns)
-        others = {
-            "interact": self.interact,
-            "make_env": self.object.make_env if self.object else None,
-            "extract": self.extract,
-            "group_reward_fn": self.group_reward_fn,
-            "run": self.run,
-            "play": self.play,
-        }
-        for name, function in others.items():
-            if function is not None:
-                functions[name] = function
-        return functions
+        others = {name: getattr(self, name) for name in OTHERS}
+        return {**self.reward_fns, **{name: f for name, f in others.items() if f is not None}}
 
     def row_functions(self) -> dict[str, Callable]:
         """Returns the functions and methods, which may ask for columns.
 
         The model calls the tools.
         """
-        functions = self.functions()
-        for name, method in self.methods.items():
-            functions[METHOD + name] = method
-        return functions
+        return self.functions() | {METHOD + name: method for name, method in self.methods.items()}
 
     def parameters(self) -> set[str]:
         """Returns the names of all that the functions, methods and tools ask for."""
@@ -136,18 +106,24 @@ def read_spec(module: ModuleType) -> EnvSpec:
             "expected a function reward_fn(messages, answer), found none; a reward function of "
             "TRL or verl works too: reward_fn = NAME"
         )
-    others = {
-        "interact": interact,
-        "extract": extract,
-        "group_reward_fn": group_reward_fn,
-        "run": run,
-        "play": play,
-    }
-    for name, function in {**reward_fns, **others}.items():
-        if function is not None:
+    methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
+    schemas = [_tool_schema(tool) for tool in tools.values()]
+    spec = EnvSpec(
+        reward_fns,
+        interact,
+        extract,
+        group_reward_fn,
+        run,
+        play,
+        make_env,
+        methods,
+        tools,
+        schemas,
+    )
+    for name, function in spec.functions().items():
+        if name != "make_env":
             check_signature(function, name)
-    objects = make_object_spec(make_env) if make_env is not None else None
-    return EnvSpec(reward_fns, interact, extract, group_reward_fn, run, play, objects)
+    return spec
 
 
 def _find_reward_functions(module: ModuleType) -> dict[str, Callable]:
@@ -173,11 +149,11 @@ def _function_with(module: ModuleType, name: str, parameter: str) -> Callable | 
     return None
 
 
-def make_object_spec(make_env: Callable) -> ObjectSpec:
-    """Returns what the objects that `make_env` makes have.
+def _members_of(make_env: Callable) -> tuple[dict[str, Callable], dict[str, Callable]]:
+    """(the methods, the tools) of the objects that `make_env` makes, by name.
 
     A function is called once to see what it makes. Raises EnvError if that fails; ValueError if the
-    objects have neither step nor a tool, or if a tool has no schema.
+    objects have neither step nor a tool.
     """
     kind = make_env
     if not inspect.isclass(kind):
@@ -194,8 +170,7 @@ def make_object_spec(make_env: Callable) -> ObjectSpec:
         raise ValueError(
             "make_env: expected a method step(message), or public methods with docstrings as tools"
         )
-    schemas = [_tool_schema(function) for function in tools.values()]
-    return ObjectSpec(make_env, methods, tools, schemas)
+    return methods, tools
 
 
 def _tool_schema(function: Callable) -> dict:
