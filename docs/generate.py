@@ -19,7 +19,6 @@ from omegaconf import MISSING
 from rl2.config import schema
 from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
-from rl2.engine.share import engine_bytes
 from rl2.parallel.device import GIB
 from rl2.tools.memory import OUTSIDE_BYTES, Plan, judge, totals
 
@@ -331,8 +330,9 @@ def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
         return judge({phase: (peak, 0) for phase, peak in plan.peaks.items()}, size)[0]
     config = schema.PPOConfig()
     config.rollout.engine = "sglang"
-    room = engine_bytes(plan.trainer, size, size - plan.loaded)
-    return room > plan.engine_weights and judge(totals(config, plan, size), size)[0]
+    phases = totals(config, plan, size)
+    _, room = phases["rollout"]
+    return room > plan.engine_weights and judge(phases, size)[0]
 
 
 PAGES = {

@@ -45,7 +45,7 @@ def play(engine, prompts, seeds=None, **params):
     All ranks call.
     """
     if engine.index is None:
-        return engine.run(asyncio.sleep(0, []))
+        return engine.loop.run_until_complete(asyncio.sleep(0, []))
     if seeds is None:
         seeds = [(0, i) for i in range(len(prompts))]
     sampling_params = SamplingParams(**params)
@@ -57,7 +57,7 @@ def play(engine, prompts, seeds=None, **params):
         ]
         return await asyncio.gather(*calls)
 
-    return engine.run(generate_all())
+    return engine.loop.run_until_complete(generate_all())
 
 
 def make_prompts(count, longest=90, vocabulary=98):
@@ -222,7 +222,7 @@ def check_abort(engine, prompts, model, seconds):
             await asyncio.sleep(0.05)
         return [task.result() for task in tasks]
 
-    generations = engine.run(abort_all())
+    generations = engine.loop.run_until_complete(abort_all())
     assert all(out.finish_reason == "abort" for out in generations)
     assert all(len(out.tokens) == len(out.logps) < 300 for out in generations)
     assert any(out.tokens for out in generations) and not all(out.tokens for out in generations)

@@ -71,7 +71,6 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_tp": (2, f"{PPO} actor.tp_size=2"),
     "ppo_critic": (2, f"{PPO} {CRITIC} actor.update_per_rollout=2 kl.coef=0.01 kl.type=loss"),
     "ppo_refill": (2, f"{PPO} {REFILL}"),
-    "ppo_curriculum": (2, f"{PPO} data.curriculum=[0.06,0.14]"),
     "ppo_sources": (2, f"{PPO} {SOURCES}"),
     "ppo_best": (2, f"{PPO} {BEST}"),
     "ppo_overlap": (2, f"{PPO} rollout.num_processes=1 {REFILL} trainer.save_best=auto"),

@@ -14,7 +14,6 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.player import Player
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
@@ -123,7 +122,6 @@ def train_rows(player, rows, batch_size, num_samples=2, **options):
     own = {"params": PARAMS, "num_steps": 99, "deterministic": True, "shapes": ()}
     for name in own.keys() & options.keys():
         own[name] = options.pop(name)
-    curriculum = Curriculum(options.pop("bounds", ()))
     prompts = Examples(
         pack_rows(rows), player.template, PROMPT_ROWS, max_length=100, batch_size=batch_size
     )
@@ -133,7 +131,6 @@ def train_rows(player, rows, batch_size, num_samples=2, **options):
         write_records=write_nothing,
         samples_per_prompt=num_samples,
         rules=RolloutRules(**options),
-        curriculum=curriculum,
         **own,
     )
 

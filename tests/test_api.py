@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -27,7 +26,6 @@ from rl2.env.files import import_env_file
 from rl2.env.load import make_env
 from rl2.report import loggers
 from rl2.run.signals import STOP_SIGNALS
-from rl2.trainer import ppo_run
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 
@@ -328,29 +326,6 @@ def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_proce
     keys = {**KEYS, "rollout.env_isolation": "process", "rollout.env_concurrency": 2}
     with pytest.raises(RuntimeError, match="KeyError: 'later'"):
         rl2.train("ppo", rows=ROWS, env="env.py", model_name=model, **keys)
-
-
-@pytest.mark.parametrize(("num_steps", "filter"), [(6, []), (7, []), (6, [0, 1])])
-def test_a_curriculum_that_cannot_start_is_refused(model, monkeypatch, num_steps, filter):
-    """24 prompts, 4 a step: the second epoch begins in step 7. A filter may replace prompts."""
-    keys = {"data.curriculum": [0.1, 0.9], "trainer.n_epochs": 3, "rollout.filter": filter}
-    others = {name: value for name, value in KEYS.items() if name != "trainer.max_steps"}
-    monkeypatch.setattr(ppo_run, "make_ppo_workers", stop)
-    with pytest.raises((ValueError, InterruptedError)) as found:
-        rl2.train(
-            "ppo",
-            rows=ROWS,
-            reward_fn=reward_fn,
-            model_name=model,
-            **others | keys | {"trainer.max_steps": num_steps},
-        )
-    is_refused = num_steps == 6 and not filter
-    assert isinstance(found.value, ValueError) == is_refused
-    assert not is_refused or re.search("curriculum.*step 7", str(found.value))
-
-
-def stop(*_):
-    raise InterruptedError("the run has begun")
 
 
 def test_an_agent_finds_the_model(model, unchanged_process):

@@ -286,12 +286,9 @@ def test_adapters_and_4_bits_are_refused_without_their_packages(base, monkeypatc
     assert problem_keys("sft", *words) == [key]
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(
-    base, monkeypatch, engine
-):
+def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(base, monkeypatch):
     monkeypatch.setattr("rl2.config.engines.installed_version", lambda *packages: "0.32.0")
-    words = [f"rollout.engine={engine}", "data.prompts_per_rollout=8"]
+    words = ["rollout.engine=sglang", "data.prompts_per_rollout=8"]
     two_nodes = [(2, 0, 0), (4, 4, 0), (8, 0, 1), (3, 0, 1), (4, 2, 1)]
     node_of_3 = [(2, 2, 0), (2, 0, 1)]
     for world, local, cases in ((8, 4, two_nodes), (3, 3, node_of_3)):
@@ -377,6 +374,12 @@ def test_vllm_is_refused_where_it_has_not_been_tried(base, with_vllm, monkeypatc
         monkeypatch.setattr("rl2.config.engines.installed_version", lambda *packages, v=version: v)
         [[problem], _] = find_problems("ppo", [with_vllm])
         assert problem.key == "rollout.engine" and version in str(problem)
+
+
+def test_vllm_has_one_engine_a_process(base, with_vllm, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert problem_keys("ppo", with_vllm, "rollout.tp_size=2") == ["rollout.tp_size"]
 
 
 def test_what_top_p_leaves_is_not_trained_with_vllm(base, with_vllm):

@@ -141,40 +141,6 @@ def test_an_answer_says_how_it_ended(name, reason, stop_reason):
     assert message["usage"]["input_tokens"] == 10 and message["usage"]["output_tokens"] == 3
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_chunks_of_chat_completions_give_the_message(answer):
-    whole = chat_completions.write(answer)
-    first, last, end = chat_completions.stream(whole)
-    assert end == "[DONE]" and first["id"] == last["id"] == whole["id"]
-    assert last["usage"] == whole["usage"]
-    [choice], [begun], [ended] = whole["choices"], first["choices"], last["choices"]
-    assert ended["finish_reason"] == choice["finish_reason"] and begun["finish_reason"] is None
-    calls = [dict(call) for call in begun["delta"].get("tool_calls", [])]
-    assert [call.pop("index") for call in calls] == list(range(len(calls)))
-    assert calls == choice["message"].get("tool_calls", [])
-    assert begun["delta"]["content"] == choice["message"]["content"]
-
-
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_events_of_anthropic_give_the_blocks(answer):
-    whole = anthropic_messages.write(answer)
-    start, *events, delta, stop = anthropic_messages.stream(whole)
-    assert start["type"] == "message_start" and stop == {"type": "message_stop"}
-    assert start["message"]["stop_reason"] is None and start["message"]["content"] == []
-    assert delta["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    blocks, kinds = [], ["content_block_start", "content_block_delta", "content_block_stop"]
-    for i in range(0, len(events), 3):
-        begun, part, ended = events[i : i + 3]
-        assert [event["type"] for event in (begun, part, ended)] == kinds
-        assert {event["index"] for event in (begun, part, ended)} == {i // 3}
-        block = begun["content_block"]
-        if block["type"] == "text":
-            blocks.append({**block, "text": part["delta"]["text"]})
-        else:
-            blocks.append({**block, "input": json.loads(part["delta"]["partial_json"])})
-    assert blocks == whole["content"]
-
-
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost"}}
 REFUSED = [
     ("chat/completions", {"n": 2}, "n=2: only 1"),

@@ -195,13 +195,6 @@ def test_a_loop_without_a_result_fails(tmp_path, body, reason):
     assert trajectory.finish_reason == "failed" and reason in str(player.failures.last)
 
 
-def test_an_engine_that_fails_ends_the_rollout(tmp_path):
-    collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, TWO_TURNS_OF_ITS_OWN)
-    with pytest.raises(ZeroDivisionError):
-        collector.play(prompts, PARAMS, 1, "train", 1)
-    player.envs[""].close()
-
-
 @pytest.mark.parametrize(
     "env, options, message",
     [

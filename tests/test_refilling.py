@@ -222,7 +222,7 @@ def test_a_group_whose_environment_failed_is_replaced(tmp_path):
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
     num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
-    options = {"filter": SOME, "max_refills": 4, "bounds": [0.1, 0.9], "partial": partial}
+    options = {"filter": SOME, "max_refills": 4, "partial": partial}
     if partial:
         options |= {"deterministic": False, "num_steps": 9}
 
@@ -236,7 +236,6 @@ def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
         state = resumed.state_dict()
         resumed = make()
         resumed.load_state_dict(state)
-    assert resumed.curriculum.measured == expected.curriculum.measured
     assert resumed.rows_done == 10
 
 
@@ -272,62 +271,9 @@ def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
         assert all(sum(t.samples[0].mask) == t.length for t in trajectories)
 
 
-def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
-    """Group 1 was done and scored while group 0 was played, and is too old in the next step."""
-    options = {"partial": True, "deterministic": False, "num_steps": 9, "max_staleness": 0}
-    collector = make_collector(tmp_path, [1] * 4, {0: 0.3, 2: 0.3}, 1, **options)
-    scored = []
-
-    async def score_group(records):
-        scored.append(records[0]["row"]["answer"])
-        return [{"group": 0.25}] * len(records)
-
-    env = collector.player.envs[""]
-    env.spec = replace(env.spec, group_reward_fn=score_group)
-    env.score_group = score_group
-    assert {t.rewards["group"] for t in collector.collect(1)} == {0.25}
-    assert collector.carried_over[0].is_scored
-    collector.player.engine.version = 1
-    second = collector.collect(2)
-    assert rows_of(second) == ([1], [])
-    assert [t.rewards for t in second] == [
-        {"right": 1.0, "group": 0.25},
-        {"right": 0.0, "group": 0.25},
-    ]
-    assert scored.count("1") == 2 and scored.count("0") == 1
-
-
-def test_prompts_outside_the_curriculum_come_in_every_fourth_epoch(tmp_path):
-    """Row 0 is always solved and row 2 never. Row 3 is learned after the first epoch."""
-
-    def make(num_right):
-        return make_collector(tmp_path, num_right, {}, 2, bounds=[0.1, 0.9])
-
-    collector = make([2, 1, 0, 1])
-    played = []
-    for step in range(1, 8):
-        played += rows_of(collector.collect(step))[0]
-        if step == 2:  # the first epoch
-            assert collector.summarise() == {"rollout/in_curriculum": 0.5}
-            state = collector.state_dict()
-            collector = make([2, 1, 0, 2])
-            collector.load_state_dict(state)
-    assert collector.summarise() == {"rollout/in_curriculum": 0.25}
-    # Epochs 2 and 3 have row 1 alone, which fills one step.
-    by_epoch = [0, 1, 2, 3], [1, 3], [1], [0, 1, 2], [1, 3], [1]
-    assert played == [row for epoch in by_epoch for row in epoch]
-
-
-def test_a_failed_group_says_nothing_about_its_prompt(tmp_path):
-    collector = make_collector(tmp_path, [1, None], {}, 2, bounds=[0.1, 0.9])
-    collector.player.failures.max_fraction = 0.5
-    for step in (1, 2):
-        assert {t.row_index for t in collector.collect(step)} == {0, 1}
-
-
-def test_the_score_is_what_filter_and_curriculum_read(tmp_path):
+def test_the_score_is_what_the_filter_reads(tmp_path):
     """The rewards of all answers are 1, whatever is right: 2, 1 and 0 answers of the rows are."""
-    options = {"filter": SOME, "max_refills": 2, "bounds": [0.1, 0.9]}
+    options = {"filter": SOME, "max_refills": 2}
 
     def collect(score):
         collector = make_collector(tmp_path, [2, 1, 0], {}, 1, **options)
@@ -339,11 +285,10 @@ def test_the_score_is_what_filter_and_curriculum_read(tmp_path):
 
         collector.player.envs[""].score = add_style
         collector.player.score = score
-        rows = rows_of(collector.collect(1))
-        return rows, [measured.success for measured in collector.curriculum.measured.values()]
+        return rows_of(collector.collect(1))
 
-    assert collect(None) == (([], [0, 1, 2]), [1.0, 1.0, 1.0])
-    assert collect("right") == (([1], [0]), [1.0, 0.5])
+    assert collect(None) == ([], [0, 1, 2])
+    assert collect("right") == ([1], [0])
     with pytest.raises(ValueError, match=r"rollout.score=wrong: .* right, style"):
         collect("wrong")
 

@@ -214,12 +214,9 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
     """What is refused in how PPO samples."""
     actor, rollout = config.actor, config.rollout
     num_samplers, is_evaluation = count_samplers(config), config.trainer.eval_only
-    for name, bounds in (
-        ("rollout.filter", rollout.filter),
-        ("data.curriculum", config.data.curriculum),
-    ):
-        if bounds and (len(bounds) != 2 or bounds[0] >= bounds[1]):
-            yield name, "has to be a low and a high mean reward, as [0,1]"
+    if bounds := rollout.filter:
+        if len(bounds) != 2 or bounds[0] >= bounds[1]:
+            yield "rollout.filter", "has to be a low and a high mean reward, as [0,1]"
     longest = rollout.train_sampling_params.max_new_tokens
     if rollout.overlong_buffer and rollout.overlong_buffer > longest:
         yield (

@@ -39,8 +39,9 @@ DROPPED = {
     "dpo rollout.*": EVALUATE,
     "report_freq": "rl2 report RUN, also while it runs",
     "gradient_checkpointing=auto": "true, or a number of layers that fits by rl2 plan",
-    "drop_solved": "data.curriculum=[0,0.9], which plays solved prompts in every fourth epoch",
-    "data.curriculum_interval": "data.curriculum: the others come in each fourth epoch",
+    "drop_solved": "rollout.filter=[0,1], which replaces solved prompts after they are sampled",
+    "data.curriculum": "rollout.filter=[0,1], which replaces prompts that teach nothing",
+    "data.curriculum_interval": "rollout.filter=[0,1], which replaces prompts that teach nothing",
     "data.num_few_shot": "a file of data.few_shot with as many rows",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }

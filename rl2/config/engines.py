@@ -102,6 +102,9 @@ def check_engine(config: Any) -> Iterator[Problem]:
         reasons += compiler_problems() if has_cuda() else []
     for reason in reasons:
         yield wrong_value(key, rollout.engine, reason)
+    if engine == "vllm" and rollout.tp_size > 1:
+        reason = "vLLM has one engine a process here: set 1, or rollout.engine=sglang"
+        yield wrong_value("rollout.tp_size", rollout.tp_size, reason)
     params = rollout.train_sampling_params
     is_cut = params.top_p < 1 or params.top_k != -1
     if engine == "vllm" and is_cut and not config.trainer.eval_only:

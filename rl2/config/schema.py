@@ -165,11 +165,6 @@ class PromptConfig(DataConfig):
         "the reply, as for SFT",
         identity=True,
     )
-    curriculum: list[float] = key(
-        [],
-        "[LOW,HIGH]: play prompts whose newest mean reward is between the two in every epoch, the "
-        "others in each fourth; e.g. [0.1,0.9]",
-    )
 
 
 @dataclass
@@ -577,8 +572,8 @@ class RolloutConfig:
     )
     score: str | None = key(
         None,
-        "the reward part that is success, 1 or 0; for evaluations, save_best, filter "
-        "and curriculum; by default the whole reward",
+        "the reward part that is success, 1 or 0; for evaluations, save_best and "
+        "filter; by default the whole reward",
     )
     max_running: PositiveInt | None = key(
         None,
@@ -626,11 +621,11 @@ class RolloutConfig:
         "its own",
         choices=("auto", "merged", "adapter"),
     )
-    tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang or vLLM")
+    tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang")
     gpu_memory_utilization: Any = key(
         "auto",
-        "fraction of the free GPU memory that SGLang or vLLM may take; auto: what the trainer "
-        "is predicted to leave",
+        "fraction that SGLang or vLLM takes of the GPU memory that is free at its start; auto: "
+        "0.6, or 0.85 with rollout.num_processes",
         choices=("auto",),
         above=0,
         at_most=1,

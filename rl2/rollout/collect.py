@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -12,7 +12,7 @@ from rl2 import progress
 from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
-from rl2.rollout.curriculum import Curriculum
+from rl2.report.health import Metrics
 from rl2.rollout.play import Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
@@ -52,7 +52,6 @@ class StepGroups:
 
     carried_over: Sequence[Group]
     cursor: DataCursor
-    curriculum: Curriculum
     samples_per_prompt: int
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class StepGroups:
         self.groups[number] = group
 
     def _make_next(self) -> Group:
-        prompt = self.curriculum.take(self.cursor)
+        prompt = self.cursor.take()
         group_id = first_trajectory = 0
         if self.groups:
             group_id = self.groups[-1].id + 1
@@ -79,14 +78,10 @@ class StepGroups:
         group.rows_done = self.cursor.position
         return group
 
-    def find_epochs(self) -> dict[int, int]:
-        """The epoch, from 0, in which the prompt of a group was taken, by the id of the group."""
-        return {group.id: self.cursor.epoch_of(group.rows_done - 1) for group in self.groups}
-
 
 @dataclass
 class Collector:
-    """The `RolloutSource` that plays prompts with the engines of all processes.
+    """Plays prompts with the engines of all processes.
 
     `cursor` has the position in the training data; it is None in an evaluation.
 
@@ -114,13 +109,15 @@ class Collector:
     seed: int = 0
     deterministic: bool = True
     rules: RolloutRules = RolloutRules()
-    curriculum: Curriculum = field(default_factory=Curriculum)
     add_hints: Shape | None = None  # to the trajectories of each process, which has their rows
     shapes: Sequence[Shape] = ()  # of the rewards
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
 
-    clips_to_sampler = False  # the actor itself samples, up to the lag of partial rollouts
+    # The old policy of the loss is the actor before the update, and not the one that sampled: these
+    # are the same, up to the lag of partial rollouts.
+    clips_to_sampler = False
+    metrics: ClassVar[Metrics] = {}  # beside what the trajectories tell
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., of all processes on every process.
@@ -132,7 +129,7 @@ class Collector:
         """
         assert self.cursor is not None
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
-        groups = StepGroups(carried_over, self.cursor, self.curriculum, self.samples_per_prompt)
+        groups = StepGroups(carried_over, self.cursor, self.samples_per_prompt)
         schedule = self._make_schedule(is_last=step == self.num_steps)
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
@@ -148,7 +145,6 @@ class Collector:
         trajectories = self._gather(own, "train", step)
         board.clear()
         self._check_part_names(trajectories)
-        self.curriculum.note(trajectories, groups.find_epochs(), self.player.score)
         for shape in self.shapes:
             shape(trajectories)
         place_rewards(trajectories)
@@ -211,10 +207,6 @@ class Collector:
         assert self.cursor is not None
         return self.cursor.rows_done
 
-    def summarise(self) -> dict[str, float]:
-        """What is known of the training prompts, as metrics."""
-        return self.curriculum.summarise()
-
     def play(
         self,
         prompts: list[Example],
@@ -266,7 +258,7 @@ class Collector:
                 keeps_rest=self.rules.partial,
                 bar=bar,
             )
-            self.player.engine.run(rollout.play())
+            self.player.engine.loop.run_until_complete(rollout.play())
         return rollout.played
 
     def _gather(self, own: list[Trajectory], split: str, step: int) -> list[Trajectory]:
@@ -288,7 +280,6 @@ class Collector:
             "position": {"rows_done": self.cursor.position},
             "rows_done": self.cursor.rows_done,
             "carried_over": pickle.dumps(self.carried_over),
-            "curriculum": self.curriculum.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,7 +289,6 @@ class Collector:
         carried_over = pickle.loads(state["carried_over"])
         # Earlier versions of rl2 carried calls of the environment over too.
         self.carried_over = [_restart(g) if _waits_for_env(g) else g for g in carried_over]
-        self.curriculum.load_state_dict(state["curriculum"])
 
 
 def _restart(group: Group) -> Group:

@@ -10,8 +10,8 @@ The samplers do one after the other, and answer in the same order. So timing cha
 repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
 steps are requested; a checkpoint waits for them and holds them.
 
-`Samplers` is what the trainers see: a RolloutSource that is their engine and evaluator too. `serve`
-is the loop of the samplers, which have the real ones.
+`Samplers` is what the trainers see: it is their collector, engine and evaluator. `serve` is the
+loop of the samplers, which have the real ones.
 """
 
 import pickle
@@ -37,7 +37,7 @@ class Handover:
     """The rollout of a step, and what the trainers need to know of the collector after it."""
 
     trajectories: list[Trajectory]
-    metrics: Metrics  # of `Collector.summarise`, and how busy the samplers were
+    metrics: Metrics  # how busy the samplers were
     rows_done: int
 
 
@@ -108,7 +108,8 @@ class Samplers:
         request_stop: Callable[[], None],
     ):
         """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
-        `clips_to_sampler` is that of `RolloutSource`. `request_stop` ends the run after its step.
+        `clips_to_sampler` says that the old policy of the loss is the one that sampled.
+        `request_stop` ends the run after its step.
         """
         self.link = link
         self.num_steps = num_steps
@@ -118,13 +119,15 @@ class Samplers:
         self.request_stop = request_stop
         self.version: int | None = None  # of the weights that were sent last
         self.rows_done = 0
+        # How busy the two worlds were: the samplers between the end of the rollout before and that
+        # of this one, the trainers between taking the two.
         self.metrics: Metrics = {}
         self.state = b""  # of the samplers after the newest rollout that has come
         self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
         self.num_awaited = 0  # rollouts that are requested and have not come
         self.clock = BusyClock()  # a lap is from one rollout that is taken to the next
 
-    # As a RolloutSource.
+    # In the place of a Collector.
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled."""
@@ -154,12 +157,6 @@ class Samplers:
         self.num_awaited -= 1
         self.ahead.append(rollout.handover)
         self.state = rollout.state
-
-    def summarise(self) -> Metrics:
-        """Metrics of the training prompts, and how busy the two worlds were: the samplers between
-        the end of the rollout before and that of this one, the trainers between taking the two.
-        """
-        return self.metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, with all rollouts that are requested: waits for them.
@@ -274,11 +271,7 @@ class Serving:
         collector = self.collector
         trajectories = collector.collect(step)
         busy = self.clock.lap()
-        handover = Handover(
-            trajectories,
-            collector.summarise() | {"overlap/sampler_busy": busy},
-            collector.rows_done,
-        )
+        handover = Handover(trajectories, {"overlap/sampler_busy": busy}, collector.rows_done)
         state = pickle.dumps(collector.state_dict())
         self._answer(RolloutAnswer(pickle.dumps(handover), state))
 

@@ -4,7 +4,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import yaml
@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
+from rl2.report.health import Metrics
 from rl2.rollout.trajectory import Trajectory, in_order
 
 # The columns of a Sample.
@@ -70,12 +71,14 @@ def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
 
 
 class SavedRollouts:
-    """The `RolloutSource` that reads the rollouts of a run with trainer.save_tokens.
+    """Reads the rollouts of a run with trainer.save_tokens.
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. The actor has started from `start_model`. ValueError if a step has no tokens, if they
     have another `meaning`, or no experts of this model where the run `needs_experts`.
     """
+
+    metrics: ClassVar[Metrics] = {}  # beside what the trajectories tell
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class SavedRollouts:
                 f"experts that it chose are not those of {start_model.model_name}: leave it out, "
                 "or train that model"
             )
-        self.clips_to_sampler = True
+        self.clips_to_sampler = True  # the old policy of the loss is the one that sampled
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., on every process."""
@@ -129,10 +132,6 @@ class SavedRollouts:
     def rows_done(self) -> int:
         """What the length of the run is counted in: a step is a row here."""
         return self.steps_done
-
-    def summarise(self) -> dict[str, float]:
-        """What is known of the training prompts, as metrics: nothing."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs."""

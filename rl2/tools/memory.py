@@ -21,8 +21,6 @@ from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl
 from rl2.config.rules import loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig, worker_names
-from rl2.engine.base import TrainerMemory
-from rl2.engine.share import engine_bytes
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.model.towers import language_model_class
 from rl2.parallel.device import GIB, PLANNED_DEVICE
@@ -30,7 +28,7 @@ from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
-from rl2.trainer.ppo_run import make_ppo_workers
+from rl2.trainer.ppo_run import SHARE_BESIDE_TRAINER, make_ppo_workers
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Reference, Worker
@@ -55,11 +53,6 @@ class Plan:
     def sync(self) -> int:
         """The most while weights are sent to the engine."""
         return self.peaks.get("sync", 0)
-
-    @property
-    def trainer(self) -> TrainerMemory:
-        """What the engine's share follows from."""
-        return TrainerMemory(max(0, self.sync - self.steady), self.engine_weights)
 
 
 class PhasedOptimizer:
@@ -296,9 +289,8 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
         free = gpu_bytes - plan.loaded  # when SGLang starts
         if config.rollout.engine == "local":
             engine = plan.engine_weights
-        elif isinstance(share, str):  # auto
-            engine = max(plan.engine_weights, engine_bytes(plan.trainer, gpu_bytes, free))
         else:
+            share = SHARE_BESIDE_TRAINER if share == "auto" else share
             engine = int(share * (free - OUTSIDE_BYTES))
         phases["rollout"] = (plan.steady, engine)
         phases["sync"] = (plan.sync, plan.engine_weights)

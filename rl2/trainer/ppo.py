@@ -70,7 +70,7 @@ def train_step(run: PPORun, step: int) -> bool:
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
-    metrics |= summarise_sources(trajectories, run.actor.version) | run.rollouts.summarise()
+    metrics |= summarise_sources(trajectories, run.actor.version) | run.rollouts.metrics
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
 

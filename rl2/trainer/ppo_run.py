@@ -29,7 +29,7 @@ from rl2.config.schema import (
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings, NamedTensors, TrainerMemory
+from rl2.engine.base import Engine, EngineSettings, NamedTensors
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
@@ -49,13 +49,11 @@ from rl2.parallel.worlds import Link, split_world
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
 from rl2.rollout.shape import Shape, add_length_penalty, add_overlong
-from rl2.rollout.source import RolloutSource
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
@@ -71,8 +69,9 @@ from rl2.trainer.sampling import (
 from rl2.trainer.teacher import Hint, TeacherServer, connect
 from rl2.worker import Reference, Worker, make_lora_settings
 
-# Of the free memory of a GPU that only samples, for weights, keys and values: the engine needs the
-# rest to compute.
+# What rollout.gpu_memory_utilization=auto is. The rest is for the engine to compute, and beside a
+# trainer for the weights that it sends.
+SHARE_BESIDE_TRAINER = 0.6
 SHARE_OF_OWN_GPU = 0.85
 
 Teacher = Worker | Reference | TeacherServer  # what scores the sampled tokens as one
@@ -171,7 +170,7 @@ class PPORun:
         self.engine: Engine | None = None  # of this process
         self.samplers: Samplers | None = None  # the processes that have engines instead
         self.evaluator: Evaluator | Samplers | None = None
-        self.rollouts: RolloutSource
+        self.rollouts: Collector | Samplers | SavedRollouts
         plays_tests = bool(setup.tests)
         if saved is not None:
             self.rollouts = saved
@@ -179,7 +178,7 @@ class PPORun:
             self.rollouts = self.samplers = self._make_samplers(setup.link, num_steps)
             self.evaluator = self.samplers if plays_tests else None
         else:
-            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps, self.actor)
+            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps)
             self.engine = collector.player.engine
             self.evaluator = make_evaluator(setup, collector) if plays_tests else None
         # What gets the actor's weights; None with saved rollouts.
@@ -221,7 +220,6 @@ class PPORun:
             self.folder.end_if_done(num_steps)
             return saved, num_steps
         num_steps = count_steps(prompts, self.folder)
-        check_curriculum(self.config, prompts, num_steps)
         return None, num_steps
 
     def begin(self) -> None:
@@ -335,7 +333,6 @@ class SamplerRun:
         assert setup.prompts is not None and setup.link is not None
         self.envs = setup.envs
         num_steps = count_steps(setup.prompts, setup.folder)
-        check_curriculum(setup.config, setup.prompts, num_steps)
         collector = make_collector(setup, setup.prompts, num_steps)
         self.engine = collector.player.engine
         evaluator = make_evaluator(setup, collector) if setup.tests else None
@@ -435,38 +432,19 @@ def make_ppo_workers(
     return workers, frozen
 
 
-def check_curriculum(config: PPOConfig, prompts: Examples | Mixture, num_steps: int) -> None:
-    """ValueError if data.curriculum cannot start in `num_steps`: the first epoch plays all prompts.
-
-    How many prompts a step takes is not known with rollout.filter, which replaces some.
-    """
-    num_needed = len(prompts) // prompts.batch_size + 1
-    if config.data.curriculum and not config.rollout.filter and num_steps < num_needed:
-        raise ValueError(
-            f"data.curriculum={config.data.curriculum} has no effect in {num_steps} steps: the "
-            f"first epoch plays all {len(prompts)} prompts, and the second begins in step "
-            f"{num_needed}. "
-            "Raise trainer.max_steps or data.prompts_per_rollout, or leave data.curriculum out"
-        )
-
-
 def make_collector(
     setup: Setup,
     prompts: Examples | Mixture | None,
     num_steps: int,
-    actor: Worker | None = None,
 ) -> Collector:
-    """Starts the engine, and makes what plays prompts with it; None in an evaluation.
-
-    `actor` is on the GPUs of the engine, if they are not its own.
-    """
+    """Starts the engine, and makes what plays prompts with it; None in an evaluation."""
     config, rollout = setup.config, setup.config.rollout
     hint = Hint(config.teacher.hint or "", setup.template)
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
     return Collector(
-        _make_player(setup, _make_engine(setup, is_deterministic, actor)),
+        _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
         params=make_sampling_params(
             rollout.train_sampling_params,
@@ -484,7 +462,6 @@ def make_collector(
             max_refills=rollout.max_refills,
             max_staleness=rollout.max_staleness,
         ),
-        curriculum=Curriculum(config.data.curriculum),
         write_records=setup.folder.write_records,
         add_hints=hint.add_teacher_prompts if hint.text else None,
         shapes=list(_choose_shapes(rollout)),
@@ -540,11 +517,11 @@ def _scoring_models(config: PPOConfig) -> list[Any]:
     return models
 
 
-def _make_engine(setup: Setup, is_deterministic: bool, actor: Worker | None) -> Engine:
+def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     config, rollout = setup.config, setup.config.rollout
     share = rollout.gpu_memory_utilization
-    if share == "auto" and setup.link is not None:  # no trainer needs memory beside this engine
-        share = SHARE_OF_OWN_GPU
+    if share == "auto":
+        share = SHARE_BESIDE_TRAINER if setup.link is None else SHARE_OF_OWN_GPU
     max_running = rollout.max_running or default_max_running(rollout.engine, setup.device)
     settings = EngineSettings(
         model_name=config.actor.model_name,
@@ -561,23 +538,10 @@ def _make_engine(setup: Setup, is_deterministic: bool, actor: Worker | None) -> 
         exact=choose_exactness(config).is_on,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=share,
-        trainer=_memory_beside_engine(actor, rollout.tp_size) if actor else TrainerMemory(),
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
     )
     return end_with_run(make_engine(rollout.engine, settings))
-
-
-def _memory_beside_engine(actor: Worker, tp_size: int) -> TrainerMemory:
-    """What the engine's memory follows from. One weight at a time is gathered, from a copy."""
-    weights = [  # two to a byte in a base in 4 bits
-        weight.numel() * (2 if weight.dtype == torch.uint8 else 1)
-        for weight in actor.model.parameters()
-    ]
-    return TrainerMemory(
-        sending=2 * max(weights) * actor.dtype.itemsize,
-        engine_weights=sum(weights) * actor.dtype.itemsize // tp_size,
-    )
 
 
 def _choose_adapters(config: PPOConfig) -> LoraSettings | None:

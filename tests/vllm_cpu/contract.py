@@ -1,6 +1,6 @@
 """Checks the engine's contract on the real vLLM, with weights from sharded workers.
 
-test_vllm.py runs this file under torchrun: contract.py MODEL TP_SIZE
+test_vllm.py runs this file under torchrun: contract.py MODEL
 """
 
 import sys
@@ -16,7 +16,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
-def main(name, tp_size):
+def main(name):
     device = init_distributed()
     actor = Worker(worker_config(name, lr=0.05, max_grad_norm=1.0), device, num_updates=8)
     settings = EngineSettings(
@@ -24,15 +24,13 @@ def main(name, tp_size):
         dtype=torch.float32,
         device=device,
         max_running_requests=16,
-        tp_size=int(tp_size),
         stop=["some"],
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
     check_signatures(VLLMEngine)
     engine = VLLMEngine(settings)
-    assert engine.count == dist.get_world_size() // int(tp_size)
-    assert (engine.index is None) == (dist.get_rank() % int(tp_size) > 0)
+    assert (engine.index, engine.count) == (dist.get_rank(), dist.get_world_size())
     check_contract(engine, settings, actor, "vLLM")
     engine.close()
     dist.barrier()  # the trainer's group is still there

@@ -145,17 +145,13 @@ def test_the_text_of_a_model_with_a_tower(tmp_path, engine_of):
 
 
 def test_a_run_trains_experts(tmp_path):
-    """All weights are compared in every step; each rank of the engine has a part of each expert.
-
-    Both ranks evaluate too.
-    """
+    """All weights are compared in every step. Both ranks evaluate too."""
     sizes = {**VLLM_SIZES, **FAMILIES["qwen3_moe"]}
     name = make_model(tmp_path / "qwen3_moe", "qwen3_moe", tied=False, **sizes)
     torchrun(
         2,
         *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, name)],
         "rollout.engine=vllm",
-        "rollout.tp_size=2",
         "rollout.check_weights=true",
         f"data.test_path={tmp_path / 'train.jsonl'}",
         "trainer.max_steps=3",

@@ -59,7 +59,7 @@ def load_weights(name):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_contract(request, world):
     name = request.getfixturevalue("tied" if world == 1 else "untied")
-    done = torchrun(world, HERE / "contract.py", name, 1)
+    done = torchrun(world, HERE / "contract.py", name)
     assert done.stdout.count("is done") == world
 
 
@@ -219,24 +219,21 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
     assert abs(local[0] - vllm[0]) < 0.15
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied, tp_size):
+def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied):
     words = [
-        f"rollout.num_processes={tp_size}",
-        f"rollout.tp_size={tp_size}",
+        "rollout.num_processes=1",
         "rollout.max_staleness=2",
         "rollout.check_weights=true",
         "trainer.max_steps=5",
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
-    torchrun(1 + tp_size, *command(tmp_path, tied, "vllm"), *words)
+    torchrun(2, *command(tmp_path, tied, "vllm"), *words)
     lines = read_metrics(tmp_path / "run")
     assert [line["rollout/staleness"] for line in lines] == [0, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_run_with_partial_rollouts(tmp_path, tied, tp_size):
-    check_partial_rollouts(tmp_path, tied, "vllm", f"rollout.tp_size={tp_size}")
+def test_a_run_with_partial_rollouts(tmp_path, tied):
+    check_partial_rollouts(tmp_path, tied, "vllm")
 
 
 def test_an_evaluation_without_training(tmp_path, tied):
