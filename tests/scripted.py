@@ -13,7 +13,7 @@ from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.collect import Collector
 from rl2.rollout.player import Player
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
@@ -118,10 +118,8 @@ def make_training(collector, num_rows, batch_size, num_samples=2, **options):
 
 
 def train_rows(player, rows, batch_size, num_samples=2, **options):
-    """A collector for training; `options` are its own and those of its rules."""
-    own = {"params": PARAMS, "num_steps": 99, "deterministic": True, "shapes": ()}
-    for name in own.keys() & options.keys():
-        own[name] = options.pop(name)
+    """A collector for training; `options` are its own."""
+    options = {"params": PARAMS, "num_steps": 99, "deterministic": True, **options}
     prompts = Examples(
         pack_rows(rows), player.template, PROMPT_ROWS, max_length=100, batch_size=batch_size
     )
@@ -130,8 +128,7 @@ def train_rows(player, rows, batch_size, num_samples=2, **options):
         cursor=DataCursor(prompts),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
-        rules=RolloutRules(**options),
-        **own,
+        **options,
     )
 
 

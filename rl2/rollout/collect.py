@@ -30,19 +30,6 @@ from rl2.rounding import ceil_div
 WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
 
 
-@dataclass(frozen=True)
-class RolloutRules:
-    """Which groups a training step uses.
-
-    The fields are keys of the config's section `rollout`, which explains them.
-    """
-
-    partial: bool = False
-    filter: Sequence[float] = ()  # (low, high), or empty
-    max_refills: int = 0
-    max_staleness: int | None = None
-
-
 @dataclass
 class StepGroups:
     """The groups of a step by number: those carried over, then groups of the next prompts.
@@ -85,14 +72,14 @@ class Collector:
 
     `cursor` has the position in the training data; it is None in an evaluation.
 
-    With `rules.partial`, a step also plays prompts of the next step, and ends when its own groups
+    With `partial`, a step also plays prompts of the next step, and ends when its own groups
     are done. The others wait in `carried_over`, the same on every process, and continue in the next
     step.
 
-    With `rules.filter`, groups of further prompts replace those that the filter rejects. A step
+    With `filter`, groups of further prompts replace those that the filter rejects. A step
     trains the first groups in the order of the prompts, whichever ends first. So with deterministic
     engines it does not depend on how many groups were in play. Later groups are dropped, and their
-    prompts come again in the next step; with `rules.partial` they are carried over.
+    prompts come again in the next step; with `partial` they are carried over.
 
     `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
     Otherwise an engine claims the next group as soon as its slots have room, so that neither a slow
@@ -108,7 +95,10 @@ class Collector:
     num_steps: int = 1
     seed: int = 0
     deterministic: bool = True
-    rules: RolloutRules = RolloutRules()
+    partial: bool = False  # this and the next three as the keys of the section rollout
+    filter: Sequence[float] = ()  # (low, high), or empty
+    max_refills: int = 0
+    max_staleness: int | None = None
     add_hints: Shape | None = None  # to the trajectories of each process, which has their rows
     shapes: Sequence[Shape] = ()  # of the rewards
     carried_over: list[Group] = field(default_factory=list)  # for the next step
@@ -157,14 +147,14 @@ class Collector:
         size = self.cursor.examples.batch_size
         return GroupSchedule(
             num_needed=size,
-            most=size * (1 + self.rules.max_refills) if self.rules.filter else size,
-            num_ahead=size if self.rules.partial and not is_last else 0,
-            filter=self.rules.filter,
+            most=size * (1 + self.max_refills) if self.filter else size,
+            num_ahead=size if self.partial and not is_last else 0,
+            filter=self.filter,
         )
 
     def _restart_if_stale(self, group: Group) -> Group:
         """Returns the group, or a new start of it if it has tokens older than max_staleness."""
-        limit = self.rules.max_staleness
+        limit = self.max_staleness
         version = self.player.engine.version
         assert version is not None, "the engine has no weights"
         lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
@@ -182,7 +172,7 @@ class Collector:
         """
         assert self.cursor is not None
         num_kept = length
-        if self.rules.partial:
+        if self.partial:
             num_kept = max(length, len(groups.carried_over))
             unused = {number: group for number, group in played.items() if number >= length}
             for part in all_gather_objects(unused):
@@ -255,7 +245,7 @@ class Collector:
                 split=split,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
-                keeps_rest=self.rules.partial,
+                keeps_rest=self.partial,
                 bar=bar,
             )
             self.player.engine.loop.run_until_complete(rollout.play())

@@ -48,7 +48,7 @@ from rl2.parallel.rank import is_first_rank
 from rl2.parallel.worlds import Link, split_world
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.agent import player_class
-from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
@@ -456,12 +456,10 @@ def make_collector(
         num_steps=num_steps,
         seed=config.trainer.seed,
         deterministic=is_deterministic,
-        rules=RolloutRules(
-            partial=rollout.partial,
-            filter=rollout.filter,
-            max_refills=rollout.max_refills,
-            max_staleness=rollout.max_staleness,
-        ),
+        partial=rollout.partial,
+        filter=rollout.filter,
+        max_refills=rollout.max_refills,
+        max_staleness=rollout.max_staleness,
         write_records=setup.folder.write_records,
         add_hints=hint.add_teacher_prompts if hint.text else None,
         shapes=list(_choose_shapes(rollout)),
