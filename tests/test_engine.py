@@ -296,31 +296,6 @@ def test_the_prompt_of_a_group_is_prefilled_once(llama, monkeypatch):
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_prompts_begin_with_is_computed_once(name, dtype):
-    """The prompts differ at their ends, and one is where all of them begin."""
-    beginning = list(range(5, 75))
-    prompts = [beginning + [i, i + 1, i] for i in range(80, 90)] + [beginning]
-    engine = make_engine(name, dtype, max_running_requests=16, deterministic=False)
-    num_tokens = []
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-
-    def count_tokens(_, arguments, options):
-        num_tokens.append(arguments[0].numel())
-
-    handle = engine.model.base_model.register_forward_pre_hook(count_tokens, with_kwargs=True)
-    together = play(engine, prompts, max_new_tokens=12, temperature=0.0)
-    # The last token of a prompt is decoded, and the one before is its own.
-    assert num_tokens[0] == 68 + 10 * 4 + 1
-    handle.remove()
-    for prompt, answer in zip(prompts, together, strict=True):
-        (alone,) = play(engine, [prompt], max_new_tokens=12, temperature=0.0)
-        assert alone.logps[0] == pytest.approx(answer.logps[0], abs=tolerance)
-        if dtype == torch.float32:
-            assert alone.tokens == answer.tokens
-    engine.close()
-
-
 def test_buffers_that_are_saved_are_weights(tmp_path):
     """The routing bias of GLM-4.5 is such a buffer. The rotary frequencies are not saved."""
     name = make_model(tmp_path / "glm4_moe", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2)

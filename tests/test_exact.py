@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl2.attention import pages as pages_module
 from rl2.attention.pages import (
-    PAGE_SIZE_TOKENS,
     attend_pages,
     exact_factors,
     queries_are_independent,
@@ -133,17 +132,13 @@ def make_adapted_pair(name, dtype, **changes):
     return engine, worker
 
 
-def roll_out(engine, temperature=1.0, seed=0, num_shared=0, **params):
-    """A batch of GROUP_SIZE answers to each of some prompts, with advantages.
-
-    All prompts begin with the same `num_shared` tokens.
-    """
+def roll_out(engine, temperature=1.0, seed=0, **params):
+    """A batch of GROUP_SIZE answers to each of some prompts, with advantages."""
     generator = torch.Generator().manual_seed(seed)
-    beginning = torch.randint(3, 98, (num_shared,), generator=generator).tolist()
     prompts = []
     for length in PROMPT_LENGTHS:
         prompt = torch.randint(3, 98, (length,), generator=generator).tolist()
-        prompts += [beginning + prompt] * GROUP_SIZE
+        prompts += [prompt] * GROUP_SIZE
     answers = play(
         engine,
         prompts,
@@ -199,8 +194,7 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
     engine.sleep()
     engine.wake()
     engine.load_weights(worker.iter_full_weights(getattr(torch, dtype)), 1)
-    num_shared = PAGE_SIZE_TOKENS + 6
-    assert difference(roll_out(engine, seed=1, num_shared=num_shared), worker) == 0
+    assert difference(roll_out(engine, seed=1), worker) == 0
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
         worker.infer(batch)  # of the weights before the update

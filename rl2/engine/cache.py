@@ -21,26 +21,10 @@ PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G
 
 
 class PrefillAttention(PackedAttention):
-    """Attention of a prefill, each prompt with itself. Keeps the keys and values of every layer.
+    """Attention of a prefill, each prompt with itself. Keeps the keys and values of every layer."""
 
-    All prompts may begin with the same `num_shared` tokens, which are computed once: they come
-    first, then the rest of each prompt, of `lengths` tokens.
-    """
-
-    def __init__(
-        self,
-        lengths: list[int],
-        device: torch.device,
-        exact: bool = False,
-        num_shared: int = 0,
-    ):
-        segments = [(length, 0) for length in lengths]
-        prefixes = []
-        if num_shared:
-            segments.insert(0, (num_shared, 0))
-            prefixes.append((1, len(segments), 0))
-        super().__init__([segments], prefixes, device, exact=exact)
-        self.num_shared = num_shared
+    def __init__(self, lengths: list[int], device: torch.device, exact: bool = False):
+        super().__init__([[(length, 0) for length in lengths]], [], device, exact=exact)
         self.kv: PromptKV = {}  # of all tokens
 
     def __call__(
@@ -61,13 +45,8 @@ class PrefillAttention(PackedAttention):
         return super().__call__(module, query, key, value, *options)
 
     def prompt(self, start: int, end: int) -> PromptKV:
-        """Keys and values of a whole prompt, the rest of which is the tokens `start` to `end`."""
-        if not self.num_shared:
-            return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
-        return {
-            layer: [torch.cat([x[:, : self.num_shared], x[:, start:end]], 1) for x in kv]
-            for layer, kv in self.kv.items()
-        }
+        """Keys and values of the prompt that is the tokens `start` to `end`."""
+        return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
 
 
 class ScoreOptions(NamedTuple):

@@ -1,16 +1,14 @@
 """The embedded engine: continuous batching of any Hugging Face causal LM in the trainer's process.
 
 A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all
-requests with the same prompt. What all prompts of a forward begin with is computed once too. Then
-every step feeds one token of every slot and samples the next one. A slot is filled again before the
-next step once its request has ended. Recurrent layers have states in the place of keys and values,
-see states.py.
+requests with the same prompt. Then every step feeds one token of every slot and samples the next
+one. A slot is filled again before the next step once its request has ended. Recurrent layers have
+states in the place of keys and values, see states.py.
 
 Which bits are equal follows from the shapes of its calls, see shapes.py.
 """
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,8 +50,6 @@ from rl2.model.moe import Routing
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import language_model_class
 from rl2.model.weight_files import read_weights
-
-MIN_SHARED_TOKENS = 8  # a shorter common beginning of prompts is not worth a call of its own
 
 
 class StepInput(NamedTuple):
@@ -377,13 +373,11 @@ class LocalEngine(Engine):
     def _prefill(self, prompts: list[_Prompt]) -> None:
         """Computes the keys, values and states of all tokens but the last of each prompt.
 
-        The last one is the first to decode. What all prompts begin with, such as a system prompt,
-        is computed once.
+        The last one is the first to decode.
         """
-        num_shared = self._num_shared(prompts)
-        lengths = [len(prompt.tokens) - 1 - num_shared for prompt in prompts]
-        tokens, positions = self._lay_out(prompts, num_shared)
-        attention = PrefillAttention(lengths, self.device, self.exact, num_shared)
+        lengths = [len(prompt.tokens) - 1 for prompt in prompts]
+        tokens, positions = self._lay_out(prompts)
+        attention = PrefillAttention(lengths, self.device, self.exact)
         states = self.recurrent.run = PrefillStates(lengths)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
@@ -395,36 +389,24 @@ class LocalEngine(Engine):
             experts = self.routing.last_choices()
             if not tokens:  # these are of an earlier forward
                 experts = experts[:0]
-        ends = accumulate(lengths, initial=num_shared)
+        ends = accumulate(lengths, initial=0)
         for prompt, (start, end), prompt_states in zip(
             prompts, pairwise(ends), states.states, strict=True
         ):
             prompt.kv = attention.prompt(start, end)
             prompt.states = prompt_states
             if experts is not None:
-                prompt.experts = torch.cat([experts[:num_shared], experts[start:end]])
+                prompt.experts = experts[start:end]
 
-    def _lay_out(self, prompts: list[_Prompt], num_shared: int) -> tuple[list[int], list[int]]:
-        """(tokens, positions) of a prefill: the shared ones, the rest of each prompt, padding."""
-        tokens = list(prompts[0].tokens[:num_shared])
-        positions = list(range(num_shared))
+    def _lay_out(self, prompts: list[_Prompt]) -> tuple[list[int], list[int]]:
+        """(tokens, positions) of a prefill: all but the last token of each prompt, then padding."""
+        tokens: list[int] = []
+        positions: list[int] = []
         for prompt in prompts:
-            rest = prompt.tokens[num_shared:-1]
-            tokens += rest
-            positions += range(num_shared, num_shared + len(rest))
+            tokens += prompt.tokens[:-1]
+            positions += range(len(prompt.tokens) - 1)
         padding = [0] * (self.shapes.prefill_rows(len(tokens), len(prompts)) - len(tokens))
         return tokens + padding, positions + padding
-
-    def _num_shared(self, prompts: list[_Prompt]) -> int:
-        """How many tokens that all prompts begin with are computed once.
-
-        At least one more token of each prompt is prefilled. None are shared with recurrent layers:
-        no prompt continues the state of another one.
-        """
-        if len(prompts) == 1 or self.recurrent:
-            return 0
-        common = os.path.commonprefix([prompt.tokens[:-2] for prompt in prompts])  # of tuples too
-        return len(common) if len(common) >= MIN_SHARED_TOKENS else 0
 
     @torch.inference_mode()
     def _step(self) -> None:
