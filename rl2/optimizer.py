@@ -173,23 +173,6 @@ class Muon:
                 entry.copy_(state[key])
 
 
-def make_optimizer(
-    kind: str,
-    parameters: dict[str, ShardedParameter],
-    matrices: Collection[str],
-    weight_decay: float,
-    in_host_memory: bool,
-    betas: Sequence[float],
-) -> AdamW | Muon:
-    """Makes the optimizer called `kind`: adamw or muon.
-
-    `matrices` names the weights of matrices that map hidden states to hidden states.
-    """
-    if kind == "muon":
-        return Muon(parameters, matrices, weight_decay, in_host_memory, betas)
-    return AdamW(parameters, weight_decay, in_host_memory, betas)
-
-
 def hidden_matrices(hf: Any) -> set[str]:
     """Returns the names in `hf` of the weights that Muon may move.
 

@@ -25,13 +25,7 @@ from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import (
-    WeightSample,
-    clip_gradient_,
-    hidden_matrices,
-    make_optimizer,
-    schedule,
-)
+from rl2.optimizer import AdamW, Muon, WeightSample, clip_gradient_, hidden_matrices, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -150,21 +144,16 @@ class Worker:
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
-        # Of adapters that are trained further, in the order of `adapter_states`: the reference has
-        # them. New ones start at 0.
-        self.start_adapters: list[Tensor] | None = None
-        if self.lora_settings is not None and config.adapter:
-            self.start_adapters = [state.clone() for state in self.adapter_states()]
+        # In the order of `adapter_states`: the reference has them. New ones add 0.
+        self.start_adapters = [state.clone() for state in self.adapter_states()]
         self.optimizer: Any = None  # unless the model is frozen
         if is_trained:
-            self.optimizer = make_optimizer(
-                config.optimizer,
-                self.trained_parameters,
-                {f"hf.{name}" for name in hidden_matrices(self.model.hf)},
-                config.weight_decay,
-                config.offload_optimizer,
-                config.betas,
-            )
+            settings = (config.weight_decay, config.offload_optimizer, config.betas)
+            if config.optimizer == "muon":
+                matrices = {f"hf.{name}" for name in hidden_matrices(self.model.hf)}
+                self.optimizer = Muon(self.trained_parameters, matrices, *settings)
+            else:
+                self.optimizer = AdamW(self.trained_parameters, *settings)
             if config.optimizer_dir:
                 import_optimizer(self.optimizer, config.optimizer_dir)
 
@@ -457,10 +446,7 @@ def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[t
 
 
 class Reference:
-    """The model that a worker with adapters started from: its own weights with other adapters.
-
-    These are the worker's `start_adapters`, or none. The model takes no memory beside them.
-    """
+    """The model that a worker with adapters started from: its own weights with `start_adapters`."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -471,8 +457,6 @@ class Reference:
         """As `Worker.infer`, where the routers choose."""
         worker = self.worker
         batch = replace(batch, experts=None)
-        context = lora.disabled(worker.model.hf)
-        if worker.start_adapters is not None:
-            context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
+        context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
         with context, worker.engine_check.paused():  # the engine has the worker's own adapters
             return worker.infer(batch, temperature)

@@ -131,6 +131,24 @@ def two_steps(name, critic, device, batch, **changes):
     }
 
 
+def assert_equal_steps(result, expected, layout, tolerance=5e-5, norm_tolerance=1e-4):
+    """Compares what two layouts give in `two_steps`: scores, gradients' norms, and weights."""
+    for key, scores in expected["scores"].items():
+        if scores is not None:
+            torch.testing.assert_close(
+                result["scores"][key], scores, rtol=0, atol=tolerance, msg=f"{layout} {key}"
+            )
+    for update, wanted in zip(result["updates"], expected["updates"], strict=True):
+        assert abs(update["loss"] - wanted["loss"]) <= 1e-5, layout
+        error = abs(update["grad_norm"] / wanted["grad_norm"] - 1)
+        assert error <= norm_tolerance, layout
+    assert result["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(
+            result["weights"][key], weight, rtol=0, atol=1e-6, msg=f"{layout} {key}"
+        )
+
+
 class Sgd:
     """Plain gradient descent."""
 

@@ -1,14 +1,29 @@
 """Compares KL(policy || teacher) over the whole vocabulary with plain log-softmax."""
 
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from common import launch, make_model
-from parity import LAYOUTS, LEARNING_RATE, MAX_GRAD_NORM, make_batch
+from parity import (
+    LARGE_BUDGET,
+    LAYOUTS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SMALL_BUDGET,
+    make_batch,
+    save_layouts,
+    use_sgd,
+    worker_config,
+)
 from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
-from rl2.model.candidates import CandidateMask
 from rl2.model.head import HeadInputs, full_kl
+from rl2.worker import Worker
 
 NUM_PAIRS, VOCABULARY = 23, 37
 
@@ -71,17 +86,6 @@ def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, 
     check(kl, heads, temperature, all_tokens(), 1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_the_kl_among_candidates(monkeypatch):
-    """The counts are 0, which is the whole vocabulary, to 7. Most chunks have no candidate."""
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 5 * NUM_PAIRS)
-    heads = make_heads()
-    counts = torch.arange(NUM_PAIRS) % 8
-    ids = [torch.randperm(VOCABULARY)[:count] for count in counts]
-    kl = kl_of(heads, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids)))
-    among = [x if len(x) else torch.arange(VOCABULARY) for x in ids]
-    check(kl, heads, 0.7, among)
-
-
 @pytest.mark.parametrize("teacher_vocabulary", [33, 40])
 def test_vocabularies_that_are_padded_differently(teacher_vocabulary):
     heads = make_heads(teacher_vocabulary=teacher_vocabulary)
@@ -131,15 +135,47 @@ def plain_updates(policy, teacher):
     return updates, dict(models[0].named_parameters())
 
 
+def teacher_loss(batch, scores):
+    """Policy gradient and the KL, so that both reach the same weights."""
+    kl = (scores.teacher_kl * batch.token_weights).sum()
+    loss = kl - (scores.logps * batch.advantages * batch.token_weights).sum()
+    return loss, {"teacher_kl": kl.detach()}
+
+
+def two_updates(policy, teacher, **changes):
+    """What two updates report, and the weights after them."""
+    config = worker_config(policy, **changes)
+    worker = Worker(config, torch.device("cpu"), num_updates=10)
+    use_sgd(worker)
+    frozen = Worker(replace(config, model_name=teacher), torch.device("cpu"))
+    batch = make_batch()
+    updates = [worker.update(batch, teacher_loss, 0.9, teacher=frozen) for _ in range(2)]
+    return [update.to_log() for update in updates], dict(worker.iter_full_weights(torch.float32))
+
+
+def settings_of(world):
+    """The keys of each layout, with many micro-batches and with one."""
+    found = {}
+    for fsdp, sp, tp in LAYOUTS[world]:
+        for budget, recomputed in ((SMALL_BUDGET, 1), (LARGE_BUDGET, False)):
+            found[fsdp, sp, tp, budget] = {
+                "fsdp_size": fsdp,
+                "sp_size": sp,
+                "tp_size": tp,
+                "max_length_per_device": budget,
+                "gradient_checkpointing": recomputed,
+            }
+    return found
+
+
 @pytest.mark.parametrize(
-    ("world", "tied"),
-    [(1, True), (2, True), (2, False), pytest.param(4, False, marks=pytest.mark.nightly)],
+    ("world", "tied"), [(2, True), (2, False), pytest.param(4, False, marks=pytest.mark.nightly)]
 )
 def test_every_layout_equals_one_padded_process(tmp_path, world, tied):
     """The teacher has another width than the policy."""
     policy = make_model(tmp_path / "policy", "qwen3", tied)
     teacher = make_model(tmp_path / "teacher", "llama", seed=1, hidden_size=96)
-    launch(world, "tests/full_kl_layouts.py", policy, teacher, tmp_path / "out")
+    launch(world, __file__, policy, teacher, tmp_path / "out")
     expected, expected_weights = plain_updates(policy, teacher)
     results = torch.load(tmp_path / "out")
     assert len(results) == 2 * len(LAYOUTS[world])
@@ -151,3 +187,9 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, tied):
         for name, weight in weights.items():
             right = expected_weights[name].detach()
             torch.testing.assert_close(weight, right, rtol=0, atol=1e-6, msg=f"{layout} {name}")
+
+
+if __name__ == "__main__":  # a process of the test of layouts
+    *names, out = sys.argv[1:]
+    world = int(os.environ["WORLD_SIZE"])
+    save_layouts(partial(two_updates, names[0]), settings_of(world), names[1], out)

@@ -5,9 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
-from rl2.model.candidates import CandidateMask
 from rl2.model.head import HeadInputs, head_scores
-from rl2.model.logits import LogitSettings
+from rl2.model.logits import CandidateMask
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -113,43 +112,6 @@ def test_the_logits_of_bf16_factors_are_fp32(monkeypatch):
     factors = hidden.float(), weight.float()
     same = head_scores(HeadInputs(*factors, dtype=torch.bfloat16), targets)
     assert torch.equal(same[0], head_scores(HeadInputs(*factors), targets)[0])
-
-
-def test_gradients_of_bf16_factors(monkeypatch):
-    """They are those of the fp32 product, rounded to bf16."""
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
-    hidden, weight, targets = bf16_head()
-    factors = [hidden.requires_grad_(), weight.requires_grad_()]
-    doubles = [x.detach().double().requires_grad_() for x in factors]
-    log_p = (doubles[0] @ doubles[1].T).log_softmax(-1).gather(1, targets[:, None])
-    expected = torch.autograd.grad(log_p.sum(), doubles)
-    gradients = torch.autograd.grad(head_scores(HeadInputs(*factors), targets)[0].sum(), factors)
-    for gradient, right in zip(gradients, expected, strict=True):
-        assert gradient.dtype == torch.bfloat16
-        assert (gradient - right).norm() < 4e-3 * right.norm()
-
-
-def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
-    """On a CPU each row of the weight becomes fp32 once a pass, and few rows at a time.
-
-    The backward pass is one where the logits are not kept.
-    """
-    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", 0)
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
-    hidden, weight, targets = bf16_head()
-    converted = []
-    plain = LogitSettings.products
-
-    def counted(*arguments):
-        products = plain(*arguments)
-        converted.append(products.shape[1])
-        return products
-
-    monkeypatch.setattr(LogitSettings, "products", counted)
-    logps, _ = head_scores(HeadInputs(hidden, weight.requires_grad_()), targets)
-    assert sum(converted) == 3000 and max(converted) <= 700
-    logps.sum().backward()
-    assert sum(converted) == 6000
 
 
 @pytest.mark.parametrize("most_kept, num_again", [(0, 1), (5 * 37, 0), (5 * 37 - 1, 1)])

@@ -186,12 +186,6 @@ def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
         )
     elif not is_language_model(config):
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
-    elif architecture.endswith("Model") and not config.tie_word_embeddings:
-        if "LMHead" not in architecture:
-            raise ValueError(
-                f"{label}: this is a model without its language head ({architecture}); give the "
-                "causal language model"
-            )
 
 
 def _first_line(error: Exception) -> str:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl2.model.candidates import CandidateMask
 from rl2.model.exact_head import exact_scores
-from rl2.model.logits import LogitSettings, cap_slope
+from rl2.model.logits import CandidateMask, LogitSettings, cap_slope
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
@@ -41,18 +40,6 @@ class HeadInputs:
         """How the logits are computed, where each softmax is among the candidates."""
         dtype = torch.promote_types(self.dtype, self.hidden.dtype)
         return LogitSettings(self.divisor, dtype, self.cap, candidates)
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """How the scores of a call are computed, see `head_scores`."""
-
-    logits: LogitSettings
-    with_entropy: bool
-    group: dist.ProcessGroup | None
-    exact: bool
-    keeps_logits: bool
-    """the backward pass reads the logits of the forward pass instead of computing them again"""
 
 
 def logit_divisor(config: Any) -> float:
@@ -95,14 +82,9 @@ def head_scores(
         and device_kind(head.hidden.device) == "cpu"
         and len(head.hidden) * len(head.weight) <= MOST_KEPT_LOGITS
     )
-    settings = HeadSettings(
-        logits=head.logit_settings(candidates),
-        with_entropy=with_entropy,
-        group=group,
-        exact=exact,
-        keeps_logits=keeps_logits,
-    )
-    return _Head.apply(head.hidden, head.weight, head.bias, targets, settings)
+    settings = head.logit_settings(candidates)
+    columns = (head.hidden, head.weight, head.bias, targets)
+    return _Head.apply(*columns, settings, with_entropy, keeps_logits, exact, group)
 
 
 def candidate_mask(
@@ -131,24 +113,27 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, settings: HeadSettings):
+    def forward(
+        ctx, hidden, weight, bias, targets, settings, with_entropy, keeps_logits, exact, group
+    ):
         ctx.settings = settings
-        if settings.group:  # targets become columns of our part; they may lie outside it
-            targets = targets - len(weight) * dist.get_rank(settings.group)
-        if settings.exact:
+        ctx.group = group
+        if group:  # targets become columns of our part; they may lie outside it
+            targets = targets - len(weight) * dist.get_rank(group)
+        columns = (hidden, weight, bias, targets)
+        if exact:
             logps, lse, entropy, kept = exact_scores(
-                hidden,
-                weight,
-                bias,
-                targets,
-                settings.logits,
-                with_entropy=settings.with_entropy,
-                keeps_logits=settings.keeps_logits,
+                *columns,
+                settings,
+                with_entropy=with_entropy,
+                keeps_logits=keeps_logits,
                 logits_per_slice=LOGITS_PER_CHUNK["cpu"],
             )
         else:
-            logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, bias, targets, settings)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, kept)
+            logps, lse, entropy, kept = _scores_by_chunks(
+                *columns, settings, with_entropy, keeps_logits, group
+            )
+        ctx.save_for_backward(*columns, lse, entropy, kept)
         return logps, entropy
 
     @staticmethod
@@ -158,25 +143,31 @@ class _Head(torch.autograd.Function):
 
         def gradient_of(columns: slice) -> Tensor:
             if kept is None:
-                products = settings.logits.products(hidden, weight, bias, columns)
+                products = settings.products(hidden, weight, bias, columns)
             else:
                 products = kept[: len(hidden), columns].float()
-            logits = settings.logits.finish(products, columns)
+            logits = settings.finish(products, columns)
+            slope = None
+            if settings.cap is not None:
+                slope = cap_slope(logits, settings.divisor, settings.cap)
+            log_p = logits.sub_(lse[:, None])
+            if entropy is None:
+                d_logits = log_p.exp_().mul_(-d_logps[:, None])
+            else:  # -p (d_logps + d_entropy (log p + H))
+                p = log_p.exp()
+                scale = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
+                d_logits = p.mul_(scale).neg_()
             index, is_here = _targets_within(targets, columns)
-            return _gradient_of_chunk(
-                logits,
-                lse,
-                entropy,
-                d_logps,
-                d_entropy,
-                index,
-                d_logps * is_here,
-                settings.logits.divisor,
-                settings.logits.cap,
-                hidden.dtype,
-            )
+            d_logits.scatter_add_(1, index, (d_logps * is_here)[:, None])
+            if slope is not None:
+                d_logits = d_logits * slope
+            if settings.divisor != 1.0:
+                d_logits.div_(settings.divisor)
+            # The gradients end in the type of the weights, so their products need no more.
+            return d_logits.to(hidden.dtype)
 
-        return *_gradients_by_chunks(ctx, hidden, weight, bias, gradient_of), None, None
+        gradients = _gradients_by_chunks(ctx, hidden, weight, bias, gradient_of)
+        return *gradients, None, None, None, None, None, None
 
 
 def _gradients_by_chunks(
@@ -193,38 +184,38 @@ def _gradients_by_chunks(
             d_weight[columns] = d_logits.T @ hidden
         if d_bias is not None:
             d_bias[columns] = d_logits.sum(0, dtype=torch.float32)
-    if ctx.settings.group:
-        dist.all_reduce(d_hidden, group=ctx.settings.group)
+    if ctx.group:
+        dist.all_reduce(d_hidden, group=ctx.group)
     return d_hidden.to(hidden.dtype), d_weight, d_bias
 
 
 def _scores_by_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
+    hidden, weight, bias, targets, settings: LogitSettings, with_entropy, keeps_logits, group
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(log-probabilities, log-sum-exps, entropies or None) [P] and the logits [P, V] or None.
 
     `targets` are columns of `weight`, which may lie outside it.
     """
     kept = None
-    if settings.keeps_logits:
+    if keeps_logits:
         kept = torch.empty(len(hidden), len(weight))
     target_logit = total = torch.zeros(len(hidden), device=hidden.device)
     weighted = torch.zeros_like(total)
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
     for columns in chunks(hidden, weight):
-        products = settings.logits.products(hidden, weight, bias, columns)
+        products = settings.products(hidden, weight, bias, columns)
         if kept is not None:
             kept[:, columns] = products
-        logits = settings.logits.finish(products, columns)
+        logits = settings.finish(products, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-        values = logits if settings.with_entropy else None
+        values = logits if with_entropy else None
         top, total, weighted = _add_chunk(logits, top, total, weighted, values)
     lse = total.log() + top
     mean = weighted / total  # sum p z, the mean logit; 0 without the entropy
-    if settings.group:
-        lse, target_logit, mean = sum_softmax(lse, target_logit, mean, settings.group)
-    entropy = lse - mean if settings.with_entropy else None
+    if group:
+        lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
+    entropy = lse - mean if with_entropy else None
     return target_logit - lse, lse, entropy, kept
 
 
@@ -242,47 +233,6 @@ def _add_chunk(logits, top, total, weighted, values=None) -> tuple[Tensor, ...]:
     if values is not None:
         weighted = weighted * scale + exp.mul_(values).sum(1)
     return new_top, total, weighted
-
-
-def _gradient_of_chunk(
-    logits,
-    lse,
-    entropy,
-    d_logps,
-    d_entropy,
-    index,
-    d_target,
-    temperature,
-    cap,
-    dtype,
-) -> Tensor:
-    """The gradient of the products [P, columns] of a chunk, from statistics and gradients [P].
-
-    `index` [P, 1] is the target's column and `d_target` [P] its gradient, 0 where the target is in
-    another chunk. `entropy` is None where no loss reads it. The logits are overwritten.
-    """
-    slope = None if cap is None else cap_slope(logits, temperature, cap)
-    log_p = logits.sub_(lse[:, None])
-    if entropy is None:
-        d_logits = log_p.exp_().mul_(-d_logps[:, None])
-    else:  # -p (d_logps + d_entropy (log p + H))
-        p = log_p.exp()
-        scale = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
-        d_logits = p.mul_(scale).neg_()
-    d_logits.scatter_add_(1, index, d_target[:, None])
-    if slope is not None:
-        d_logits = d_logits * slope
-    # The gradients end in the type of the weights, so their products need no more.
-    return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
-
-
-@dataclass(frozen=True)
-class KLSettings:
-    """How the divergences of a call are computed, see `full_kl`."""
-
-    policy: LogitSettings
-    teacher: LogitSettings
-    group: dist.ProcessGroup | None
 
 
 def full_kl(
@@ -307,13 +257,12 @@ def full_kl(
             f"{len(teacher.weight)} in the teacher"
         )
     num_shared = min(len(policy.weight), len(teacher.weight))
-    settings = KLSettings(
-        policy=policy.logit_settings(candidates),
-        teacher=teacher.logit_settings(candidates),
-        group=group,
-    )
     return _FullKL.apply(
-        *_first_tokens(policy, num_shared), *_first_tokens(teacher, num_shared), settings
+        *_first_tokens(policy, num_shared),
+        *_first_tokens(teacher, num_shared),
+        policy.logit_settings(candidates),
+        teacher.logit_settings(candidates),
+        group,
     )
 
 
@@ -333,21 +282,21 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, *teacher_and_settings):
-        *teacher, settings = teacher_and_settings
-        ctx.settings = settings
+        *teacher, settings, teacher_settings, group = teacher_and_settings
+        ctx.settings, ctx.teacher_settings, ctx.group = settings, teacher_settings, group
         zeros = torch.zeros(len(hidden), device=hidden.device)
         top = teacher_top = zeros - torch.inf
         total = difference = teacher_total = zeros
         for columns in chunks(hidden, weight):
-            z = settings.policy.compute(hidden, weight, bias, columns)
-            y = settings.teacher.compute(*teacher, columns)
+            z = settings.compute(hidden, weight, bias, columns)
+            y = teacher_settings.compute(*teacher, columns)
             top, total, difference = _add_chunk(z, top, total, difference, z - y)
             teacher_top, teacher_total, _ = _add_chunk(y, teacher_top, teacher_total, zeros)
         lse, teacher_lse = total.log() + top, teacher_total.log() + teacher_top
         difference = difference / total
-        if settings.group:
-            lse, _, difference = sum_softmax(lse, zeros, difference, settings.group)
-            teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, settings.group)
+        if group:
+            lse, _, difference = sum_softmax(lse, zeros, difference, group)
+            teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, group)
         kl = difference - lse + teacher_lse
         ctx.save_for_backward(hidden, weight, bias, *teacher, lse, teacher_lse, kl)
         return kl
@@ -355,24 +304,21 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_kl):
         hidden, weight, bias, *teacher, lse, teacher_lse, kl = ctx.saved_tensors
-        teacher_hidden, teacher_weight, teacher_bias = teacher
-        settings: KLSettings = ctx.settings
-        temperature, cap = settings.policy.divisor, settings.policy.cap
-        scale = d_kl / temperature
+        settings: LogitSettings = ctx.settings
+        scale = d_kl / settings.divisor
 
         def gradient_of(columns: slice) -> Tensor:
-            z = settings.policy.compute(hidden, weight, bias, columns)
-            y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
+            z = settings.compute(hidden, weight, bias, columns)
+            y = ctx.teacher_settings.compute(*teacher, columns)
             log_p = z - lse[:, None]
             log_q = y - teacher_lse[:, None]
             d_logits = log_p.exp() * (log_p - log_q - kl[:, None]) * scale[:, None]
-            if cap is not None:
-                d_logits = d_logits * cap_slope(z, temperature, cap)
+            if settings.cap is not None:
+                d_logits = d_logits * cap_slope(z, settings.divisor, settings.cap)
             return d_logits.to(hidden.dtype)
 
-        no_gradients_of_teacher = (None, None, None)
         gradients = _gradients_by_chunks(ctx, hidden, weight, bias, gradient_of)
-        return *gradients, *no_gradients_of_teacher, None
+        return *gradients, *[None] * 6
 
 
 def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:

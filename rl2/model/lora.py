@@ -217,19 +217,8 @@ def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """
     if settings is None or settings.folder is None:
         return
-    parameters = dict(hf.named_parameters())
-    for name, value in read_values(hf, settings).items():
-        parameters[name].data.copy_(value)
-
-
-def read_values(hf: PreTrainedModel, settings: LoraSettings) -> dict[str, torch.Tensor]:
-    """What settings.folder has of `hf`, by the names in `hf`; it may be on the meta device.
-
-    ValueError as in `read_weights`.
-    """
     with _open_weights(settings) as file:
         values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
-    found = {}
     for name, parameter in hf.named_parameters():
         value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
         if value is None and not is_adapter(name):
@@ -240,10 +229,9 @@ def read_values(hf: PreTrainedModel, settings: LoraSettings) -> dict[str, torch.
                 f"adapter={settings.folder}: {name} is {shape} there and {list(parameter.shape)} "
                 "in this model, so the adapters were made for another one"
             )
-        found[name] = value
+        parameter.data.copy_(value)
     if values:
         raise ValueError(f"adapter={settings.folder}: this model has no {min(values)}")
-    return found
 
 
 def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
@@ -275,20 +263,6 @@ def exchanged(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 def _copy_all(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for state, value in zip(states, values, strict=True):
         state.copy_(value)
-
-
-@contextmanager
-def disabled(hf: PreTrainedModel) -> Iterator[None]:
-    """A context without adapters: `hf` is the model that they are beside."""
-    # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in the
-    # first forward pass which parameters are trained. A scale of 0 adds 0, which changes no value.
-    for layer in _adapted_layers(hf).values():
-        layer.set_scale(ADAPTER, 0.0)
-    try:
-        yield
-    finally:
-        for layer in _adapted_layers(hf).values():
-            layer.set_scale(ADAPTER, 1.0)
 
 
 def merged(

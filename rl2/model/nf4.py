@@ -10,6 +10,7 @@ gathers like any other, and does not cast.
 Shapes: [out, in] of a weight, [out, 9 in / 16] of its bytes.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +21,20 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl2.model.towers import find_towers
-from rl2.parallel.bitsandbytes_kernels import load_kernels
 from rl2.parallel.offload import as_sharded
 
 BLOCK = 64  # weights with a scale in common
 
+# Without the warnings of bitsandbytes that other packages are missing, which rl2 does not need. It
+# may not be installed, and peft imports it too.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 
 def quantize(weight: Tensor) -> Tensor:
     """[out, in] -> uint8 [out, 9 in / 16]; `in` is a multiple of 64."""
-    codes, state = load_kernels().quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
     num_rows = len(weight)
     return torch.cat(
         [codes.view(num_rows, -1), state.absmax.view(num_rows, -1).view(torch.uint8)], 1
@@ -42,15 +48,16 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if num_rows == 0:  # of a process without a part of the weight
         return rows.new_empty(shape, dtype=dtype)
     codes, scales = (part.contiguous() for part in rows.split([shape[1] // 2, shape[1] // 16], 1))
-    kernels = load_kernels()
-    state = kernels.QuantState(
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState(
         absmax=scales.view(torch.float32).view(-1),
         shape=shape,
         dtype=dtype,
         blocksize=BLOCK,
         quant_type="nf4",
     )
-    weight: Tensor = kernels.dequantize_4bit(codes.view(-1), state)
+    weight: Tensor = dequantize_4bit(codes.view(-1), state)
     return weight
 
 
