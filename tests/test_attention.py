@@ -1,11 +1,10 @@
 """Compares packed attention with one softmax per document, with and without shared prompts.
 
-Compares values and gradients.
+ring.py compares more of it, also in one process.
 """
 
 import random
 import sys
-from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -20,7 +19,6 @@ from torch.nn.attention import (
 
 from rl2.attention import capped
 from rl2.attention import kernels as attention
-from rl2.attention.blocks import Layout
 from rl2.attention.kernels import Block, backward_block, forward_block
 from rl2.attention.ring import PackedAttention
 from rl2.packing import zigzag
@@ -30,23 +28,6 @@ def packed_attention(cu, prefixes):
     return PackedAttention(
         zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, torch.device("cpu")
     )
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "size"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80)]
-)
-@pytest.mark.parametrize("longest", [1, 9, 200])
-def test_packed_attention_equals_full_attention(heads, groups, size, longest):
-    cu, prefixes, sees = layout(random.Random(longest * heads), 4, longest)
-    check_values_and_gradients(cu, prefixes, sees, (heads, groups, size))
-
-
-@pytest.mark.parametrize("longest", [1, 9, 60, 140])
-@pytest.mark.parametrize("window", [1, 2, 7, 59, 60, 61, 270])
-def test_a_window_hides_the_keys_that_are_further_back(longest, window):
-    """Documents are shorter than the window, as long, and longer; some share their prompt."""
-    cu, prefixes, sees = layout(random.Random(longest + window), 4, longest)
-    check_values_and_gradients(cu, prefixes, sees, (6, 2, 24), window)
 
 
 @pytest.mark.parametrize("longest", [1, 9, 60, 300])
@@ -97,68 +78,12 @@ def check_values_and_gradients(
         assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
 
 
-def block_pairs(block):
-    """Yields each query and key of a block that meet, as rows of the two ranks."""
-    queries = list(range(block.cu_q[-1])) if block.queries is None else block.queries.tolist()
-    keys = list(range(block.cu_k[-1])) if block.keys is None else block.keys.tolist()
-    for (q_start, q_end), (k_start, k_end) in zip(
-        pairwise(block.cu_q), pairwise(block.cu_k), strict=True
-    ):
-        for i in range(q_end - q_start):
-            for key in keys[k_start : k_start + i + 1 if block.causal else k_end]:
-                yield queries[q_start + i], key
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_visible_pair_is_in_one_block(size, window):
-    """Tries random packs for a ring of `size` processes, without running attention."""
-    for seed in range(6):
-        cu, prefixes, sees = layout(random.Random(seed), 3, 4 ** (seed % 3 + 1))
-        parts = [zigzag(as_pack(cu, prefixes), size, rank) for rank in range(size)]
-        counts = torch.zeros_like(sees, dtype=torch.int64)
-        for rank, part in enumerate(parts):
-            layout_of_rank = Layout(part.chunks, prefixes, torch.device("cpu"), rank)
-            sources = [(rank - step) % size for step in range(size)]
-            if window is None:
-                blocks = layout_of_rank.full_blocks(sources)
-            else:
-                blocks = layout_of_rank.window_blocks(sources, window)
-            blocks_of_steps = [list(cross) for cross in blocks.cross]
-            blocks_of_steps[0].append(blocks.causal)
-            for source, step_blocks in zip(sources, blocks_of_steps, strict=True):
-                for block in step_blocks:
-                    if block.queries is not None:
-                        assert len(block.queries.unique()) == len(block.queries)
-                    if len(part.hidden_index):  # else it runs a token that nobody sees
-                        for query, key in block_pairs(block):
-                            query_token = part.tokens[0, query]
-                            counts[query_token, parts[source].tokens[0, key]] += 1
-        assert torch.equal(counts, restrict(sees, cu, prefixes, window).long()), (seed, cu)
-
-
 def test_documents_within_the_window_are_computed_as_without_it():
     attend = packed_attention([0, 30, 50, 55], [(1, 2, 0)])
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 55, 16).bfloat16() for n in (4, 2, 2))
     assert torch.equal(attend(None, q, k, v, 0.2, 50), attend(None, q, k, v, 0.2))
     assert not torch.equal(attend(None, q, k, v, 0.2, 49), attend(None, q, k, v, 0.2))
-
-
-@pytest.mark.parametrize("window", [None, 13])
-def test_bf16_is_within_its_rounding(window):
-    cu, prefixes, sees = layout(random.Random(3), 3, 60)
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, n, cu[-1], 32).bfloat16().requires_grad_() for n in (4, 2, 2)]
-    out = packed_attention(cu, prefixes)(None, *inputs, 0.2, window)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected = reference(*doubles, restrict(sees, cu, prefixes, window), 0.2)
-    assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
-    d_out = torch.randn_like(expected)
-    gradients = torch.autograd.grad(out, inputs, d_out.bfloat16())
-    exact_gradients = torch.autograd.grad(expected, doubles, d_out)
-    for gradient, exact in zip(gradients, exact_gradients, strict=True):
-        assert (gradient.double() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 class FlashOperators:
@@ -224,20 +149,6 @@ def test_a_gpu_refuses_capped_scores_in_words(monkeypatch):
     heads = torch.randn(8, 2, 16)
     with pytest.raises(ValueError, match="attn_logit_softcapping"):
         forward_block(heads, heads, heads, Block([0, 8], [0, 8], True), 0.3, 50.0)
-
-
-@pytest.mark.parametrize("window", [None, 13])
-def test_poisoned_neighbours_do_not_leak(window):
-    cu, prefixes, _ = layout(random.Random(5), 3, 40)
-    start = cu[prefixes[0][2]]  # of the first group
-    end = cu[prefixes[0][1]]
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
-    attend = packed_attention(cu, prefixes)
-    clean = attend(None, q, k, v, 0.2, window)[:, start:end]
-    for x in (q, k, v):
-        x[:, :, end:] = float("nan")
-    assert torch.equal(attend(None, q, k, v, 0.2, window)[:, start:end], clean)
 
 
 def test_rings_of_one_to_four_processes_equal_full_attention():

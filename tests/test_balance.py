@@ -97,11 +97,3 @@ def test_the_config_of_a_model_may_ask_for_the_loss(tmp_path, device, capsys):
     assert "0.25" in capsys.readouterr().out
     assert make_worker(name, router_aux_loss_coef=0.0).model.balance is None
     assert make_worker(name, router_aux_loss_coef=None, freeze_router=True).model.balance is None
-
-
-def test_a_model_without_experts_is_told(tmp_path, device):
-    name = make_model(tmp_path / "model")
-    with pytest.raises(
-        ValueError, match=r"router_aux_loss_coef=0.1: .* has no load-balancing loss"
-    ):
-        make_worker(name)

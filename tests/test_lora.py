@@ -79,7 +79,8 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
-def test_a_critic_trains_its_head_beside_the_adapters(make):
+def test_a_critic_trains_its_head_beside_the_adapters(make, tmp_path):
+    """Its export is trained further."""
     worker, batch = make(critic=True), make_batch()
     assert (
         sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
@@ -91,6 +92,10 @@ def test_a_critic_trains_its_head_beside_the_adapters(make):
         worker.update(batch, value_loss)
     for key, weight in worker.iter_full_weights(torch.float32):
         assert torch.equal(weight, before[key]) == ("embed" in key or "norm" in key), key
+    tokenizer = AutoTokenizer.from_pretrained(worker.config.model_name.removesuffix("-critic"))
+    worker.export(str(tmp_path / "export"), tokenizer)
+    again = make(critic=True, adapter=str(tmp_path / "export/adapter"))
+    assert torch.equal(again.infer(batch).values, worker.infer(batch).values)
 
 
 def test_a_target_that_is_not_there_is_told(make):
@@ -131,7 +136,9 @@ FOREIGN = [
 
 @pytest.mark.parametrize("settings", FOREIGN, ids=["layers", "all-linear", "patterns"])
 def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
-    """The start and the reference have them; the export is what peft has after the same update."""
+    """The start, the reference and the engine have them; the export is what peft has after the same
+    update, and the engine takes it too.
+    """
     batch = make_batch()
     name = make(num_updates=0).config.model_name
     model = save_with_peft(tmp_path / "adapter", name, **settings)
@@ -143,6 +150,10 @@ def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
         entropy = -(log_p.exp() * log_p).sum(-1) * batch.mask
         return TokenScores(logps=logps, entropy=entropy)
 
+    engine = make_engine(worker)
+    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
+    prompts = [[5, 6, 7], [8] * 40]
+    check_logps(play(engine, prompts, max_new_tokens=8), prompts, model, 1.0)
     with torch.no_grad():
         start = scores_of_peft().logps
         assert (start - make(num_updates=0).infer(batch).logps).abs().max() > 0.1
@@ -170,17 +181,14 @@ def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
         torch.testing.assert_close(merged(batch.inputs).logits, logits, rtol=0, atol=2e-5)
     again = make(adapter=str(tmp_path / "export/adapter"), lora_rank=settings["r"])
     assert torch.equal(again.infer(batch).logps, worker.infer(batch).logps)
-
-
-def test_a_critic_is_trained_further_with_its_head(make, tmp_path):
-    worker, batch = make(critic=True), make_batch()
-    worker.update(batch, value_loss)
-    tokenizer = AutoTokenizer.from_pretrained(worker.config.model_name.removesuffix("-critic"))
-    worker.export(str(tmp_path / "export"), tokenizer)
-    again = make(critic=True, adapter=str(tmp_path / "export/adapter"))
-    values = worker.infer(batch).values
-    assert torch.equal(again.infer(batch).values, values)
-    assert not torch.equal(make(critic=True).infer(batch).values, values)
+    answers = play(engine, prompts, max_new_tokens=8)
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(worker.iter_adapters(worker.dtype), 1)
+    trained_answers = play(engine, prompts, max_new_tokens=8)  # no key of a prompt is an old one
+    check_logps(trained_answers, prompts, exported, 1.0)
+    assert [out.logps for out in answers] != [out.logps for out in trained_answers]
+    engine.close()
 
 
 def test_adapters_that_do_not_fit_are_told(make, tmp_path):
@@ -199,32 +207,6 @@ def make_engine(worker, **changes):
     settings = {"adapters": worker.lora_settings, **changes}
     name = worker.config.model_name
     return LocalEngine(EngineSettings(name, worker.dtype, torch.device("cpu"), **settings))
-
-
-@pytest.mark.parametrize("settings", FOREIGN, ids=["layers", "all-linear", "patterns"])
-def test_the_engine_samples_with_adapters_of_peft(make, tmp_path, settings):
-    """With those of the folder from the start, then with those that were trained further."""
-    name = make(num_updates=0).config.model_name
-    model = save_with_peft(tmp_path / "adapter", name, **settings)
-    worker = make(adapter=str(tmp_path / "adapter"), lora_rank=settings["r"])
-    engine = make_engine(worker)
-    assert engine.version == 0
-    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
-    prompts = [[5, 6, 7], [8] * 40]
-    check_logps(play(engine, prompts, max_new_tokens=8), prompts, model, 1.0)
-    before = [logp for out in play(engine, prompts, max_new_tokens=8) for logp in out.logps]
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    engine.sleep()
-    engine.wake()
-    engine.load_weights(worker.iter_adapters(worker.dtype), 1)
-    worker.export(str(tmp_path / "export"), AutoTokenizer.from_pretrained(name))
-    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    trained = PeftModel.from_pretrained(base, tmp_path / "export/adapter")
-    answers = play(engine, prompts, max_new_tokens=8)  # no key of the prompts is an old one
-    check_logps(answers, prompts, trained, 1.0)
-    assert all(out.version == 1 for out in answers)
-    assert before != [logp for out in answers for logp in out.logps]
-    engine.close()
 
 
 def test_only_adapters_are_sent_and_all_of_them(make):

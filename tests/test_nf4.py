@@ -4,6 +4,9 @@ whose weights are those that 4 bits can say.
 test_memory_plan.py tests the memory.
 """
 
+import os
+import sys
+
 import bitsandbytes
 import pytest
 import torch
@@ -11,17 +14,20 @@ import torch.distributed as dist
 from common import (
     SPECIAL,
     launch,
-    launch_runs,
-    letter_run,
     make_critic,
     make_model,
-    read_metrics,
-    read_untimed_metrics,
 )
-from nf4_layouts import run_layouts
-from parity import make_batch, policy_loss, value_loss, worker_config
+from parity import (
+    SMALL_BUDGET,
+    assert_equal_steps,
+    make_batch,
+    policy_loss,
+    save_layouts,
+    two_steps,
+    value_loss,
+    worker_config,
+)
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -171,65 +177,28 @@ def test_models_that_4_bits_do_not_fit_are_told(make, tmp_path):
         make(name=experts)
 
 
+# World size -> layouts. Three processes cut the 16 rows of k_proj unevenly.
+LAYOUTS = {
+    2: {"fsdp": {}, "copies": {"critic": True, "fsdp_size": 1}, "sp": {"sp_size": 2}},
+    3: {"uneven": {"critic": True}},
+}
+
+
+def two_updates(name, critic=False, **changes):
+    settings = {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": 1, **changes}
+    adapters = {"lora_rank": 3, "quantize_base": "nf4"}
+    return two_steps(name, critic, torch.device("cpu"), make_batch(), **adapters, **settings)
+
+
 def test_every_layout_equals_one_process(tmp_path, device):
-    """Three processes cut the 16 rows of k_proj unevenly."""
     name = make_model(tmp_path / "model", "qwen3", **SIZES, num_key_value_heads=1)
     make_critic(name)
-    found = {1: run_layouts(name, device)}
-    for world in (2, 3):
-        launch(world, "tests/nf4_layouts.py", name, tmp_path / "out")
-        found[world] = torch.load(tmp_path / "out")
-    results = {
-        (critic, world, *layout): result
-        for world, of_world in found.items()
-        for (critic, *layout), result in of_world.items()
-    }
-    assert len(results) == 2 + 3 + 1
-    for (critic, *layout), result in results.items():
-        expected = results[critic, 1, 0, 1]
-        for key, column in expected["scores"].items():
-            if column is not None:
-                actual = result["scores"][key]
-                torch.testing.assert_close(actual, column, rtol=0, atol=2e-5, msg=f"{layout} {key}")
-        for update, wanted in zip(result["updates"], expected["updates"], strict=True):
-            assert update["loss"] == pytest.approx(wanted["loss"], abs=1e-5), layout
-            assert update["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), layout
-        assert result["weights"].keys() == expected["weights"].keys()
-        for key, weight in expected["weights"].items():
-            actual = result["weights"][key]
-            torch.testing.assert_close(actual, weight, rtol=0, atol=1e-6, msg=f"{layout} {key}")
+    expected = {critic: two_updates(name, critic) for critic in (False, True)}
+    for world, layouts in LAYOUTS.items():
+        launch(world, __file__, name, tmp_path / "out")
+        for layout, result in torch.load(tmp_path / "out").items():
+            assert_equal_steps(result, expected["critic" in layouts[layout]], layout)
 
 
-@pytest.mark.nightly
-def test_grpo_learns_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
-    """The reference is the quantised base, and the engine has the weights of the trainer."""
-    model = make_model(tmp_path / "tiny", **SIZES)
-    arguments = [
-        "ppo",
-        *letter_run(tmp_path, model),
-        "actor.lora_rank=4",
-        "actor.quantize_base=nf4",
-        "kl.coef=0.001",
-        "kl.type=loss",
-        "trainer.max_steps=6",
-        "trainer.save_freq=3",
-    ]
-    run = [*arguments, f"trainer.save_dir={tmp_path / 'run'}"]
-    resumed = [
-        *arguments,
-        f"trainer.resume={tmp_path / 'run/checkpoints/step_3'}",
-        f"trainer.save_dir={tmp_path / 'resumed'}",
-    ]
-    done = launch_runs(2, [run, resumed])
-    assert "14 linear layers of the base are stored in nf4" in done.stdout
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert rewards[0] < 0.2 and rewards[-1] > rewards[0] + 0.1, rewards
-    assert lines[0]["actor/kl"] == 0 and lines[-1]["actor/kl"] > 1e-3
-    mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
-    assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine has other weights"
-    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    weights = load_file(tmp_path / "run/model/model.safetensors")
-    resumed_weights = load_file(tmp_path / "resumed/model/model.safetensors")
-    assert all(torch.equal(weight, resumed_weights[key]) for key, weight in weights.items())
+if __name__ == "__main__":  # a process of the test of layouts
+    save_layouts(two_updates, LAYOUTS[int(os.environ["WORLD_SIZE"])], *sys.argv[1:])

@@ -6,11 +6,9 @@ test_special_models.py their layouts and exports.
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import (
     RECURRENT,
     check_adapter,
-    launch,
     launch_runs,
     letter_run,
     make_model,
@@ -36,10 +34,9 @@ from rl2.model.admission import (
     relative_distances,
 )
 from rl2.model.exact import Exactness
-from rl2.model.recurrent import PackedRows
+from rl2.model.recurrent import PackedRows, check_layout
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, plan_micro_batches, zigzag
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
@@ -107,16 +104,14 @@ def test_documents_of_several_chunks(name):
         assert distance < 1e-4
 
 
-def refuse_sp(name):
-    init_distributed()
-    with pytest.raises(ValueError, match=r"sp_size=2: .* \(Lfm2ShortConv\).* set sp_size=1"):
-        Worker(worker_config(name, sp_size=2), CPU, False, 4)
-    dist.destroy_process_group()
-
-
 @each("lfm2")
-def test_rings_are_refused(name):
-    launch(2, __file__, name)
+def test_layers_that_would_be_cut_are_refused(name):
+    hf = AutoModelForCausalLM.from_pretrained(name)
+    check_layout(name, hf, 1, 1)
+    with pytest.raises(ValueError, match=r"sp_size=2: .* \(Lfm2ShortConv\).* set sp_size=1"):
+        check_layout(name, hf, 2, 1)
+    with pytest.raises(ValueError, match="tp_size=2: .* set tp_size=1"):
+        check_layout(name, hf, 1, 2)
 
 
 @each("lfm2")
@@ -214,9 +209,3 @@ def test_grpo_runs_and_resumes_to_equal_bits(name, tmp_path):
     assert all(weights[key].equal(resumed_weights[key]) for key in weights)
     start = load_file(f"{name}/model.safetensors")
     assert not all(weights[key].equal(start[key]) for key in weights)
-
-
-if __name__ == "__main__":  # a process of the test of rings
-    import sys
-
-    refuse_sp(sys.argv[1])

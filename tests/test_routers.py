@@ -86,5 +86,11 @@ def test_routers_get_no_adapters(tmp_path, device):
 
 def test_a_model_without_experts_is_told(tmp_path, device):
     name = make_model(tmp_path / "model")
-    with pytest.raises(ValueError, match="freeze_router=true: .* has no router"):
-        Worker(worker_config(name, freeze_router=True), device, False, 4)
+    for key, value, problem in (
+        ("freeze_router", True, "freeze_router=true: .* has no router"),
+        ("router_aux_loss_coef", 0.1, "router_aux_loss_coef=0.1: .* has no load-balancing loss"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Worker(worker_config(name, **{key: value}), device, False, 4)
+    with pytest.raises(ValueError, match="routing_replay=true: .* has no router"):
+        Worker(worker_config(name), device, False, 4, routing_replay=True)

@@ -1,19 +1,17 @@
 """Models with a frozen vision tower: trained on text, against plain Hugging Face models."""
 
 import sys
-from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import check_adapter, launch, make_tokenizer
 from engine_contract import plain_logps, play
 from parity import (
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
     SMALL_BUDGET,
+    assert_equal_steps,
     make_batch,
     policy_loss,
+    save_layouts,
     two_steps,
     worker_config,
 )
@@ -30,9 +28,7 @@ from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import find_problem
 from rl2.model.folder import check_model
-from rl2.model.token_model import TokenScores
 from rl2.model.towers import find_towers
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 TEXT = {
@@ -123,80 +119,38 @@ def tower_weights(hf):
     return weights
 
 
-def reference(name):
-    """(scores before, loss and gradient norm of each update, weights after two SGD updates).
-
-    Each row runs alone in the plain model.
-    """
-    batch = make_batch()
-    model = load_plain(name)
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    first_scores, updates = None, []
-    for _ in range(2):
-        logits = torch.cat([model(row[None]).logits for row in batch.inputs])
-        log_p = (logits / 0.9).log_softmax(-1)
-        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
-        scores = TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
-        loss, _ = policy_loss(batch, scores)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        sgd.step()
-        sgd.zero_grad()
-        first_scores = first_scores or vars(scores.map(torch.Tensor.detach))
-        updates.append((loss.item(), norm.item()))
-    return first_scores, updates, dict(model.named_parameters())
+# Of two processes: one pack with shared prompts, and many packs without.
+LAYOUTS = {
+    "fsdp": {},
+    "fsdp in many packs": {"share_prompts": False, "max_length_per_device": SMALL_BUDGET},
+    "sp": {"sp_size": 2, "gradient_checkpointing": 1},
+    "sp in many packs": {
+        "sp_size": 2,
+        "share_prompts": False,
+        "max_length_per_device": SMALL_BUDGET,
+    },
+}
 
 
-def run_layouts(folder, out):
-    """Saves the results of two updates by two processes, which share the model or sequences too:
-    of one pack with shared prompts, and of many packs without.
-    """
-    device = init_distributed()
+def two_updates(folder, **changes):
+    """The results of two updates by the name of the family."""
     results = {}
-    for family, sp in product(FAMILIES, (1, 2)):
-        for share, budget, recomputed in ((True, 4096, False), (False, SMALL_BUDGET, 1)):
-            results.setdefault(family, {})[sp, share] = two_steps(
-                f"{folder}/{family}",
-                False,
-                device,
-                make_batch(),
-                sp_size=sp,
-                share_prompts=share,
-                max_length_per_device=budget,
-                gradient_checkpointing=recomputed,
-            )
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    dist.destroy_process_group()
+    for family in FAMILIES:
+        name = f"{folder}/{family}"
+        results[family] = two_steps(name, False, torch.device("cpu"), make_batch(), **changes)
+    return results
 
 
-@pytest.fixture(scope="module")
-def results(folder):
-    """What two processes have saved in `run_layouts`."""
+def test_updates_of_two_processes_are_those_of_one(folder, device):
+    """The admission compares that one with transformers. The towers keep their bits."""
     launch(2, __file__, folder, folder / "out")
-    return torch.load(folder / "out")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_updates_on_text_are_those_of_transformers(folder, results, device, family):
-    """Of one process, and of two in each layout. The towers keep their bits."""
-    name = str(folder / family)
-    scores, updates, weights = reference(name)
-    towers = tower_weights(load_plain(name))
-    assert len(results[family]) == 4
-    alone = two_steps(name, False, device, make_batch())
-    for layout, result in {"alone": alone, **results[family]}.items():
-        for key in ("logps", "entropy"):
-            torch.testing.assert_close(
-                result["scores"][key], scores[key], rtol=0, atol=5e-5, msg=f"{layout} {key}"
-            )
-        for update, (loss, norm) in zip(result["updates"], updates, strict=True):
-            assert update["loss"] == pytest.approx(loss, abs=1e-5), layout
-            assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), layout
-        for key, weight in weights.items():
-            torch.testing.assert_close(result["weights"][key], weight, rtol=0, atol=1e-5)
-        for key, weight in towers.items():
-            assert torch.equal(result["weights"][key], weight), (layout, key)
+    expected = two_updates(folder)
+    towers = {family: tower_weights(load_plain(folder / family)) for family in FAMILIES}
+    for layout, results in torch.load(folder / "out").items():
+        for family, result in results.items():
+            assert_equal_steps(result, expected[family], (layout, family))
+            for key, weight in towers[family].items():
+                assert torch.equal(result["weights"][key], weight), (layout, key)
 
 
 def test_the_engine_and_the_export_have_the_towers(tmp_path, name, device):
@@ -260,4 +214,4 @@ def test_a_model_whose_text_is_read_by_another_part_is_refused():
 
 
 if __name__ == "__main__":  # a process of the test of layouts
-    run_layouts(*sys.argv[1:])
+    save_layouts(two_updates, LAYOUTS, *sys.argv[1:])
