@@ -1,7 +1,7 @@
 """Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine, whole runs.
 
-test_windows.py compares their log-probabilities, gradients and answers with transformers;
-test_special_models.py their layouts and exports.
+test_windows.py compares their answers with transformers, the admission their log-probabilities and
+gradients; test_special_models.py their layouts and exports.
 """
 
 import pytest

@@ -1,7 +1,8 @@
 """Models with sinks, caps, a biased head or recurrent layers in a worker: layouts, exports, and the
 head itself.
 
-test_windows.py compares their log-probabilities, gradients and answers with transformers.
+test_windows.py compares their answers with transformers, the admission their log-probabilities and
+gradients.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Models with windows, sinks, caps, a biased head or recurrent layers, and the attention hook:
-against plain Hugging Face models.
+"""Answers of the engine with models that have windows, sinks, caps, a biased head or recurrent
+layers, and the attention hook.
 """
 
 import pytest
