@@ -484,14 +484,14 @@ def test_edited_examples_prompts_and_one_of_several_envs_are_named(tmp_path, mon
     config.actor.model_name = "model"
     config.rollout.env_path = {"a": "a.py", "b": "b.py"}
     before = identify(config, "")
-    assert find_changes(PPOConfig, before, identify(config, "")) == ({}, {})
+    assert find_changes(before, identify(config, "")) == ({}, {})
     for name, key in (
         ("shots.jsonl", "data.few_shot"),
         ("prompt.md", "data.system_prompt"),
         ("b.py", "rollout.env_path"),
     ):
         (tmp_path / name).write_text("after")
-        experiment, others = find_changes(PPOConfig, before, identify(config, ""))
+        experiment, others = find_changes(before, identify(config, ""))
         assert experiment == {} and "another content" in others.pop(key) and not others
         (tmp_path / name).write_text("before")
 

@@ -1,4 +1,4 @@
-"""What PPO's rollout.lora means for a config: whether the engine applies adapters."""
+"""Whether the engine applies LoRA's adapters, or is sent weights that have them merged in."""
 
 from typing import Any
 
@@ -21,16 +21,6 @@ def adapter_obstacle(config: Any) -> str | None:
     return None
 
 
-def choose_lora(config: Any) -> tuple[str, str]:
-    """(merged or adapter, reason) for the config's `rollout.lora`."""
-    if config.rollout.lora != "auto":
-        return config.rollout.lora, "as rollout.lora says"
-    obstacle = adapter_obstacle(config)
-    if obstacle is not None:
-        return "merged", obstacle
-    return "adapter", "the embedded engine applies them as the trainer does"
-
-
 def sends_adapters(config: Any) -> bool:
     """Whether the engine applies LoRA's adapters, so that they alone are sent after an update."""
-    return bool(config.actor.lora_rank) and choose_lora(config)[0] == "adapter"
+    return bool(config.actor.lora_rank) and adapter_obstacle(config) is None

@@ -7,13 +7,14 @@ and unreadable value becomes a Problem that says what to write, and the rest goe
 import os
 import shlex
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -29,6 +30,22 @@ OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
     "--multirun, --config-dir DIR and --config-name NAME; options of torchrun come before -m"
 )
+LOOSE_REMEDY = "write key=value, and a value with spaces in quotes, as 'key=\"a value\"'"
+READ_HERE = ("overrides", "config_dir", "config_name")  # Hydra answers the other options itself
+# A part of OmegaConf's words -> what the key takes.
+EXPECTED = {
+    "converted to Float": "expected a number",
+    "converted to Integer": "expected a whole number",
+    "valid bool": "expected true or false",
+    "Union[bool, int]": "expected true, false or a whole number",
+    "ListConfig": "expected a list, as '{key}=[a,b]'",
+    "to Dict": "expected a map, as {key}.NAME=VALUE",
+    "is not Optional": "it takes no null",
+}
+
+
+class Sweep(str):
+    """Several values of a key, for --multirun."""
 
 
 @dataclass
@@ -43,35 +60,24 @@ class Arguments:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
-    def refuse(self, problem: Problem) -> None:
-        """Adds a problem, unless an earlier key has the same one: a dropped section is one."""
-        if problem.text not in [other.text for other in self.problems]:
-            self.problems.append(problem)
-
 
 def read_arguments(root: type, argv: list[str]) -> Arguments:
     """Reads the arguments of a trainer with the config class `root`."""
     options, unknown = get_args_parser().parse_known_intermixed_args(argv)
     arguments = Arguments(folder=options.config_dir or "")
     for word in unknown:
-        if not word.startswith("-"):  # the value of such an option
-            continue
-        arguments.problems.append(Problem(word.partition("=")[0], MISSING, explain_option(word)))
+        if word.startswith("-"):  # not the value of such an option
+            name = word.partition("=")[0]
+            arguments.problems.append(Problem(name, MISSING, explain_option(word)))
     if options.config_name:
         path = Path(arguments.folder, options.config_name)
-        path = path if path.suffix in (".yaml", ".yml") else path.with_name(f"{path.name}.yaml")
-        file = read_file(path)
-        if isinstance(file, Problem):
-            arguments.problems.append(file)
-        else:
-            take_keys(root, file, arguments, source=str(path))
-    take_words(root, options.overrides, arguments, is_sweep=options.multirun)
-    for name in ("cfg", "package", "info"):
-        if value := getattr(options, name):
-            arguments.options += [f"--{name}", value]
-    for name in ("resolve", "multirun", "hydra_help"):
-        if getattr(options, name):
+        take_file(root, path if path.suffix else path.with_suffix(".yaml"), arguments)
+    for word in options.overrides:
+        take_word(root, word, arguments, is_sweep=options.multirun)
+    for name, value in vars(options).items():
+        if value and name not in READ_HERE:
             arguments.options.append(f"--{name.replace('_', '-')}")
+            arguments.options += [value] if isinstance(value, str) else []
     return arguments
 
 
@@ -86,78 +92,101 @@ def explain_option(word: str) -> str:
     return f"{name}: unknown option; {OPTIONS_HELP}"
 
 
-def read_file(path: Path) -> dict[str, Any] | Problem:
-    """The keys of a config file, dotted."""
-    key = "--config-name"
-    if not path.is_file():
-        return Problem(key, str(path), f"{key} {path.stem}: there is no file {path}")
+def take_file(root: type, path: Path, arguments: Arguments) -> None:
+    """Adds the keys of a config file to the arguments."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        return Problem(key, str(path), f"{path} is not readable YAML: {error}")
+        text = f"--config-name: {path} is no readable YAML: {error}"
+        arguments.problems.append(Problem("--config-name", str(path), text))
+        return
     if not isinstance(tree, dict):
-        remedy = "write sections with keys below them, as --cfg job does"
-        return Problem(key, str(path), f"{path} holds no keys: {remedy}")
-    return dict(flatten(tree))
+        text = f"--config-name: {path} holds no keys: write sections with keys below them"
+        arguments.problems.append(Problem("--config-name", str(path), text))
+        return
+    values = dict(flatten(tree))
+    dropped = [name for name in values if is_dropped(root, name)]
+    if dropped:
+        text = f"{path} is of an earlier release: {', '.join(dropped)} are ignored"
+        arguments.warnings.append(general_problem(text))
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    take_keys(root, kept, arguments, source=str(path))
 
 
 def take_keys(
     root: type, values: dict[str, Any], arguments: Arguments, source: str = ""
 ) -> Arguments:
-    """Adds the keys of a file or of Python code to the arguments, and the problems of their names.
+    """Adds the keys of a file or of Python code to the arguments, and what is wrong with them.
 
     `source` is the file.
     """
-    dropped = [name for name in values if is_dropped(root, name)] if source else []
-    if dropped:
-        text = f"{source} is of an earlier release: {', '.join(dropped)} are ignored"
-        arguments.warnings.append(general_problem(text))
+    known = schema_keys(root)
     for name, value in values.items():
-        if name in dropped:
-            continue
-        if value is None and explain_dropped(name):  # nothing that an old config.yaml asks for
-            continue
         if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
             arguments.keys[name] = value
-            continue
-        if value is None and name in schema_keys(root) and schema_keys(root)[name].is_section:
-            continue  # a file may have a section without keys
-        target, problem = find_target(root, name, value, arguments.folder)
-        if problem:
-            arguments.refuse(Problem(name, value, problem, source))
-        if target:
+        elif value is not None or name not in known or not known[name].is_section:
             is_path = isinstance(value, str) and value.startswith("~/")
-            arguments.keys[target] = os.path.expanduser(value) if is_path else value
-            arguments.set_keys.add(target)
+            value = os.path.expanduser(value) if is_path else value
+            if target := take(root, name, value, arguments, source):
+                arguments.keys[target] = value
     return arguments
 
 
-def take_words(root: type, words: list[str], arguments: Arguments, is_sweep: bool) -> None:
-    """Adds the words KEY=VALUE to the arguments, and what is wrong with each of them."""
-    loose = [word for word in words if not word.lstrip("+").partition("=")[0] or "=" not in word]
-    if loose:
-        arguments.problems.append(general_problem(explain_loose(loose)))
-    for word in words:
-        key, _, text = word.partition("=")
-        key = key.lstrip("+")
-        if word in loose:
-            continue
-        if key.startswith(("hydra.", "hydra/")):
-            arguments.words.append(word)
-            continue
-        if text.startswith("~/"):  # Hydra takes no ~, and a shell leaves this one
-            text = quote(os.path.expanduser(text))
-        value, problem = read_value(key, text, is_sweep)
-        target = "" if problem else key
-        if not problem:
-            target, problem = find_target(root, key, value, arguments.folder)
-        if problem:
-            arguments.refuse(Problem(key, value, problem))
-        if target:
-            is_entry = declared_key(target) != target or isinstance(value, dict)
-            sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
-            arguments.words.append(f"{sign}{target}={text}")
-            arguments.set_keys.add(target)
+def take_word(root: type, word: str, arguments: Arguments, is_sweep: bool) -> None:
+    """Adds the word KEY=VALUE to the arguments, or what is wrong with it."""
+    key, _, text = word.lstrip("+").partition("=")
+    if not key or "=" not in word:
+        arguments.problems.append(general_problem(f"{word!r} sets no key: {LOOSE_REMEDY}"))
+        return
+    if key.startswith(("hydra.", "hydra/")):
+        arguments.words.append(word)
+        return
+    if text.startswith("~/"):  # Hydra takes no ~, and a shell leaves this one
+        text = quote(os.path.expanduser(text))
+    value, problem = read_value(key, text, is_sweep)
+    if problem:
+        arguments.problems.append(Problem(key, value, problem))
+    elif target := take(root, key, value, arguments):
+        is_entry = declared_key(target) != target or isinstance(value, dict)
+        sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
+        arguments.words.append(f"{sign}{target}={text}")
+
+
+def take(root: type, name: str, value: Any, arguments: Arguments, source: str = "") -> str:
+    """Returns the key that `name` means; "" if that is not clear or the key takes no such value.
+
+    What is wrong is added to the problems. A misspelled key is the one that it must mean, so that
+    no other problem follows from it.
+    """
+    target, problem = find_target(root, name, value, arguments.folder)
+    if target and not isinstance(value, Sweep) and target != KEY:
+        if reason := explain_type(root, target, value):
+            problem = problem or f"{target}={show_value(value)}: {reason}"
+            target = ""
+    # A dropped section is one problem.
+    if problem and problem not in [other.text for other in arguments.problems]:
+        arguments.problems.append(Problem(name, value, problem, source))
+    if target:
+        arguments.set_keys.add(target)
+    return target
+
+
+@cache
+def scratch_tree(root: type) -> DictConfig:
+    """A config on which values are tried."""
+    tree: DictConfig = OmegaConf.structured(root)
+    return tree
+
+
+def explain_type(root: type, name: str, value: Any) -> str:
+    """Why OmegaConf does not take the value for a key of the schema; "" if it does."""
+    try:
+        OmegaConf.update(scratch_tree(root), name, value, force_add=True)
+    except OmegaConfBaseException as error:
+        line = str(error).splitlines()[0]
+        reasons = [words.format(key=name) for part, words in EXPECTED.items() if part in line]
+        return (reasons or [line])[0]
+    return ""
 
 
 def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
@@ -169,23 +198,17 @@ def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
         override = OverridesParser.create().parse_override(f"value={text}")
     except HydraException:
         return text, f"{key}={text} cannot be read: {remedy}"
-    if override.is_sweep_override():
-        advice = f"--multirun runs a job for each; for a list write {key}=[{text}]; "
-        problem = f"{key}={text} names several values, and a run has one: {advice}{remedy}"
-        return text, "" if is_sweep else problem
-    return override.value(), ""
+    if not override.is_sweep_override():
+        return override.value(), ""
+    advice = f"--multirun runs a job for each; for a list write {key}=[{text}]; "
+    problem = f"{key}={text} names several values, and a run has one: {advice}{remedy}"
+    return Sweep(text), "" if is_sweep else problem
 
 
 def quote(text: str) -> str:
     """A text in Hydra's quotes."""
     escaped = text.replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def explain_loose(words: list[str]) -> str:
-    """What to write in place of words that set no key: most are parts of a text with spaces."""
-    listed = f"{', '.join(map(repr, words))} set{'' if words[1:] else 's'} no key"
-    return f"{listed}: write key=value, and a value with spaces in quotes, as 'key=\"a value\"'"
 
 
 def section_of(root: type, name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.adapters import adapter_obstacle, sends_adapters
+from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import (
     clips_to_sampler,
     compares_pairs,
@@ -239,9 +239,6 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
             f"needs to know which experts the engine chose, and {engine} does not tell: leave it "
             "out, or set rollout.engine=local",
         )
-    obstacle = adapter_obstacle(config) if actor.lora_rank else None
-    if rollout.lora == "adapter" and obstacle:
-        yield "rollout.lora", f"does not work: {obstacle}; set merged"
     if is_evaluation and actor.lora_rank and actor.quantize_base:
         yield (
             "actor.quantize_base",
@@ -252,7 +249,7 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
         yield (
             "actor.adapter",
             "excludes trainer.eval_only: the engine reads the files of actor.model_name, without "
-            "these adapters; give the merged model, or set rollout.lora=adapter",
+            "these adapters; give the merged model, or take the embedded engine on a CPU",
         )
     if rollout.exact and config.trainer.rollouts_from:
         yield (

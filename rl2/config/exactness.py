@@ -34,8 +34,8 @@ def exact_obstacles(config: Any) -> list[str]:
         (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
         (
             actor.lora_rank and not sends_adapters(config),
-            f"actor.lora_rank={actor.lora_rank} and rollout.lora={rollout.lora}",
-            "the engine multiplies with merged weights; rollout.lora=adapter does not merge",
+            f"actor.lora_rank={actor.lora_rank} and actor.quantize_base={actor.quantize_base}",
+            "the engine multiplies with merged weights",
         ),
         (
             actor.lora_rank == 1 and actor.dtype != "bfloat16",

@@ -20,6 +20,19 @@ from rl2.error_report import print_answer
 from rl2.output import outlive_readers
 from rl2.parallel.rank import is_first_of_node, is_first_rank
 
+# The keys of the short help, of the trainers that have them.
+COMMON = """
+data.path data.test_path data.max_length data.prompts_per_rollout data.responses_per_prompt
+data.batch_size actor.model_name actor.fsdp_size actor.sp_size actor.max_length_per_device
+actor.gradient_checkpointing actor.lora_rank actor.lr actor.update_per_rollout actor.loss actor.clip
+actor.average rollout.env_path rollout.max_turns rollout.engine rollout.num_processes
+rollout.train_sampling_params.temperature rollout.train_sampling_params.max_new_tokens
+rollout.filter kl.coef kl.type adv.estimator adv.norm_var dpo.beta dpo.loss rm.center
+trainer.experiment_name trainer.n_epochs trainer.max_steps trainer.save_dir trainer.save_freq
+trainer.resume trainer.test_freq
+""".split()
+# Of a reward model, which has no actor.
+COMMON_OF_RM = [name.replace("actor.", "critic.") for name in COMMON]
 HELP_COLUMN = 40  # where the explanations of the short help begin
 
 
@@ -78,7 +91,7 @@ def explain_common(root: type) -> str:
     """The short help: the most used keys, one line each, and how to see more."""
     known = schema_keys(root)
     sections = [name for name in known if "." not in name]
-    hidden = tuple(name for name, key in known.items() if key.is_section and not key.common)
+    common = COMMON if "actor" in known else COMMON_OF_RM
     trainer = f"rl2.trainer.{root.__name__.removesuffix('Config').lower()}"
     lines = [
         f"torchrun --nproc_per_node=N -m {trainer} key=value ...",
@@ -87,7 +100,7 @@ def explain_common(root: type) -> str:
     for name, key in known.items():
         if name in sections:
             lines.append(f"{name}: {key.help}")
-        elif key.common and not key.is_section and not name.startswith(hidden):
+        elif name in common:
             start = f"  {name}={_default(root, name)}".ljust(HELP_COLUMN) + "  "
             short_help = _with_choices(key.help.split(";")[0], key)
             space = _width() - len(start)

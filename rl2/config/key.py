@@ -20,7 +20,6 @@ class Key:
     """What the schema says about a key or a section. None and the default are always allowed."""
 
     help: str  # its first clause is the short help
-    common: bool = False  # whether the short help lists it
     # The numbers that it may have, also as an item of a list or map. NaN is never among them.
     above: float | None = None
     at_least: float | None = None
@@ -36,7 +35,6 @@ class Key:
     # has an effect only if the function declares that it reads it.
     setting_of: str = ""
     default_of: str = ""  # another setting that has the value of this key unless it is set
-    identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
     types: tuple[Any, ...] = ()  # by default those of the field's annotation
     default: Any = None  # of the field
@@ -75,10 +73,9 @@ def key(default: Any, help: str, **properties: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str, common: bool = True, needs: str = "") -> Any:
-    """A field that is a section. Without `common` the short help lists none of its keys."""
-    info = Key(help, common=common, needs=needs, is_section=True)
-    return field(default_factory=kind, metadata={"key": info})
+def section(kind: type, help: str, needs: str = "") -> Any:
+    """A field that is a section."""
+    return field(default_factory=kind, metadata={"key": Key(help, needs=needs, is_section=True)})
 
 
 def follows(name: str) -> Any:

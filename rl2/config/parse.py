@@ -6,10 +6,8 @@ out and noted, so that all of them are reported together, with those that rules.
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
@@ -25,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl2.config.arguments import Arguments, read_arguments
 from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
-from rl2.config.key_rules import check_choices, derive_keys
+from rl2.config.key_rules import derive_keys
 from rl2.config.presets import KEY, NONE, has_presets, store_presets
 from rl2.config.problem import (
     ConfigError,
@@ -41,16 +39,6 @@ from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
 
 FindProblems = Callable[[Any], list[Problem]]
-# A part of OmegaConf's words -> what the key takes.
-EXPECTED = {
-    "converted to Float": "expected a number",
-    "converted to Integer": "expected a whole number",
-    "valid bool": "expected true or false",
-    "Union[bool, int]": "expected true, false or a whole number",
-    "ListConfig": "expected a list, as '{key}=[a,b]'",
-    "to Dict": "expected a map, as {key}.NAME=VALUE",
-    "is not Optional": "it takes no null",
-}
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
 # A run has one folder, that of rl2; and its own output.
 QUIET = [
@@ -67,7 +55,6 @@ def parse(
     argv: list[str],
     find_problems: FindProblems | None = None,
     elsewhere: Collection[str] = (),
-    optional: Collection[str] = (),
 ) -> Any:
     """Returns the config that the arguments ask for, an instance of `root`.
 
@@ -78,14 +65,13 @@ def parse(
     called only if there are problems, to show all of them together.
 
     `elsewhere` are sections and keys that need not fit this machine, for a job that will run on
-    another one. They may be missing and are not checked, and there are no warnings. `optional` are
-    keys that may be missing.
+    another one. They may be missing and are not checked, and there are no warnings.
     """
     arguments = read_command(root, argv)
     if arguments.options:
         given = " ".join(arguments.options)
         arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
-    return accept(compose(root, arguments), find_problems, elsewhere, optional)
+    return accept(compose(root, arguments), find_problems, elsewhere)
 
 
 def read_command(root: type, argv: list[str]) -> Arguments:
@@ -98,10 +84,9 @@ def accept(
     draft: "Draft",
     find_problems: FindProblems | None = None,
     elsewhere: Collection[str] = (),
-    optional: Collection[str] = (),
 ) -> Any:
     """Returns the config of a draft. Exits if it has problems; prints its warnings."""
-    problems, warnings = check(draft, find_problems, elsewhere, optional)
+    problems, warnings = check(draft, find_problems, elsewhere)
     if problems:
         refuse(problems)
     if not elsewhere:
@@ -113,16 +98,12 @@ def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None
     """Lets Hydra answer the options --cfg, --info and --multirun, and ends the program.
 
     `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER. What is
-    shown may lack keys, but none of its values is wrong.
+    shown may lack keys, and its keys are not compared with each other.
     """
-    if "--multirun" not in arguments.options:
-        draft = compose(root, arguments)
-        if arguments.problems or check_choices(draft.config):
-            accept(draft, optional=schema_keys(root))
-        if not is_first_rank():
-            sys.exit()
-    elif arguments.problems:
+    if arguments.problems:
         refuse(arguments.problems)
+    if "--multirun" not in arguments.options and not is_first_rank():
+        sys.exit()
 
     @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
     def job(tree: DictConfig) -> None:
@@ -178,57 +159,18 @@ def store_config(root: type, arguments: Arguments) -> None:
 
 def compose(root: type, arguments: Arguments) -> Draft:
     """Lets Hydra compose a config of the class `root`. What it does not take becomes a problem."""
-    while True:
-        store_config(root, arguments)
-        GlobalHydra.instance().clear()
-        try:
-            with search_in(arguments.folder):
-                return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
-        except (HydraException, OmegaConfBaseException, OSError) as error:
-            problem = explain(error, arguments)
-            arguments.problems.append(problem)
-            if not leave_out(problem.key, arguments):
-                return Draft(arguments)
-
-
-def search_in(folder: str) -> AbstractContextManager[None]:
-    """The context in which Hydra finds what is stored, and the files of a folder, "" for none."""
-    if folder:
-        return hydra.initialize_config_dir(os.path.abspath(folder), version_base="1.3")
-    return hydra.initialize(None, version_base="1.3")
-
-
-def explain(error: Exception, arguments: Arguments) -> Problem:
-    """The problem of the first key that Hydra does not take."""
-    text = str(error.__cause__ or error)
-    key = re.search(r"full_key: (\S+)", text)
-    lines = [line for line in text.splitlines() if not line.startswith("In '")]
-    if key is None:
-        return general_problem(" ".join(text.split()))
-    name = key[1]
-    reasons = [words.format(key=name) for part, words in EXPECTED.items() if part in lines[0]]
-    reason = (reasons or [lines[0].strip()])[0]
-    word = re.search(r"merging override \+*(.*)", str(error))
-    value = arguments.keys.get(name, MISSING)
-    given = word[1] if word else name if value == MISSING else f"{name}={value}"
-    return Problem(name, value, f"{given}: {reason}")
-
-
-def leave_out(key: str, arguments: Arguments) -> bool:
-    """Removes the words, or else the keys, that set `key`. Returns whether there were any."""
-
-    def is_other(name: str) -> bool:
-        name = name.lstrip("+").split("=")[0]
-        return not key or not f"{key}.".startswith(f"{name}.")
-
-    words = list(filter(is_other, arguments.words))
-    keys = arguments.keys
-    if words == arguments.words:
-        keys = {name: value for name, value in keys.items() if is_other(name)}
-    is_changed = words != arguments.words or keys != arguments.keys
-    arguments.words, arguments.keys = words, keys
-    arguments.set_keys = set(filter(is_other, arguments.set_keys))
-    return is_changed
+    store_config(root, arguments)
+    GlobalHydra.instance().clear()
+    # Hydra wants a folder: there is no config in this one.
+    folder = os.path.abspath(arguments.folder or os.path.dirname(__file__))
+    try:
+        with hydra.initialize_config_dir(folder, version_base="1.3"):
+            return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        reason, _, key = str(error.__cause__ or error).partition("full_key: ")
+        key, text = "".join(key.split()[:1]), " ".join(reason.split())
+        arguments.problems.append(Problem(key, MISSING, f"{key}: {text}" if key else text))
+        return Draft(arguments)
 
 
 def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
@@ -254,15 +196,13 @@ def check(
     draft: Draft,
     find_problems: FindProblems | None = None,
     elsewhere: Collection[str] = (),
-    optional: Collection[str] = (),
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems, warnings) of a draft; `parse` explains the other arguments."""
     problems = [*draft.arguments.problems]
     if draft.config is None:  # there is no more to check
         return problems, []
-    missing = [problem for problem in draft.missing if problem.key not in optional]
     found, warnings = validate(draft.config, draft.arguments.set_keys)
-    add_new_problems(problems, [p for p in missing if not is_about(p, elsewhere)])
+    add_new_problems(problems, [p for p in draft.missing if not is_about(p, elsewhere)])
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
     if problems and find_problems is not None:
         add_new_problems(problems, find_problems(draft.config))

@@ -55,69 +55,44 @@ def source_name(key: str) -> str:
 class DataConfig:
     path: Any = key(
         MISSING,
-        "training rows (a file, a folder or a dataset name); json, jsonl, csv, parquet or arrow; a "
-        "dataset of the Hugging Face hub is NAME or NAME@SPLIT; mix several sources with "
-        "data.path.NAME=PATH",
-        common=True,
-        identity=True,
+        "training rows (a file, a folder or a dataset name); a dataset of the hub is NAME or "
+        "NAME@SPLIT; mix several sources with data.path.NAME=PATH",
         types=(str, dict),  # OmegaConf has no union of them
     )
     weights: dict[str, float] = key(
-        {},
-        "relative share of each source: data.weights.NAME=WEIGHT; by default its number of rows",
-        above=0,
-        identity=True,
+        {}, "share of a source: data.weights.NAME=WEIGHT; by default its number of rows", above=0
     )
     test_path: Any = key(
         None,
-        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end; name "
-        "several sets with data.test_path.NAME=PATH",
-        common=True,
+        "rows to evaluate on; several sets are data.test_path.NAME=PATH",
         types=(str, dict, NoneType),
     )
     test_ratio: NonNegativeFloat = key(
-        0.0,
-        "fraction of the training rows to hold out as test rows, by a hash of the prompt",
-        below=1,
-        identity=True,
+        0.0, "fraction of the training rows to hold out as test rows", below=1
     )
     test_limit: PositiveInt | None = key(
         None, "number of rows to use from each test set; the first ones"
     )
     columns: dict[str, str] = key(
-        {},
-        "columns to rename: data.columns.OLD=NEW; e.g. data.columns.question=prompt",
-        identity=True,
+        {}, "columns to rename: data.columns.OLD=NEW; e.g. data.columns.question=prompt"
     )
     chat_template: str | None = key(
-        None,
-        "plain for a simple template, or the path of a Jinja file; by default the model's own; "
-        "exports of the model include it",
-        identity=True,
+        None, "plain for a simple template, or the path of a Jinja file; by default the model's"
     )
     chat_template_kwargs: dict[str, Any] = key(
-        {},
-        "variables of the chat template; e.g. data.chat_template_kwargs.enable_thinking=false",
-        identity=True,
+        {}, "variables of the chat template; e.g. data.chat_template_kwargs.enable_thinking=false"
     )
     system_prompt: str | None = key(
         None,
-        "added to conversations that do not begin with a system message; a text, the path of a "
-        ".txt or .md file, or one of rl2.rewards' prompts by name: boxed or think_answer",
-        identity=True,
+        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer",
     )
     max_length: PositiveInt = key(
-        1024,
-        "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",
-        common=True,
-        identity=True,
+        1024, "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted"
     )
     shuffle: bool = key(
-        True, "shuffle the rows in every epoch; the order depends only on data.seed", identity=True
+        True, "shuffle the rows in every epoch; the order depends only on data.seed"
     )
-    seed: NonNegativeInt = key(
-        0, "seed of the order of the rows", at_most=LARGEST_SEED, identity=True
-    )
+    seed: NonNegativeInt = key(0, "seed of the order of the rows", at_most=LARGEST_SEED)
 
     @property
     def train_paths(self) -> dict[str, str]:
@@ -152,33 +127,26 @@ class DataConfig:
 
 @dataclass
 class PromptConfig(DataConfig):
-    prompts_per_rollout: PositiveInt = key(32, "prompts per step", common=True)
-    responses_per_prompt: PositiveInt = key(
-        8, "answers sampled per prompt, which form a group", common=True
-    )
+    prompts_per_rollout: PositiveInt = key(32, "prompts per step")
+    responses_per_prompt: PositiveInt = key(8, "answers sampled per prompt, which form a group")
     responses_per_test_prompt: PositiveInt = key(
         1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
     )
     few_shot: str | None = key(
-        None,
-        "rows of solved examples to put in front of every prompt; conversations that end with "
-        "the reply, as for SFT",
-        identity=True,
+        None, "rows of solved examples to put in front of every prompt; as for SFT"
     )
 
 
 @dataclass
 class ExampleConfig(DataConfig):
-    batch_size: PositiveInt = key(32, "rows per step", common=True)
+    batch_size: PositiveInt = key(32, "rows per step")
 
 
 @dataclass
 class SFTDataConfig(ExampleConfig):
-    turns: str = key("all", "assistant turns to train on", choices=("all", "last"), identity=True)
+    turns: str = key("all", "assistant turns to train on", choices=("all", "last"))
     truncate: bool = key(
-        False,
-        "cut rows longer than data.max_length instead of dropping them; their end is lost",
-        identity=True,
+        False, "cut rows longer than data.max_length instead of dropping them; their end is lost"
     )
 
 
@@ -186,49 +154,33 @@ class SFTDataConfig(ExampleConfig):
 class ModelConfig:
     """A model and how it is spread over the processes."""
 
-    model_name: str = key(
-        MISSING,
-        "a Hugging Face causal LM; a folder or a name on the hub",
-        common=True,
-        identity=True,
-    )
+    model_name: str = key(MISSING, "a Hugging Face causal LM; a folder or a name on the hub")
     dtype: str = key(
         "auto",
-        "dtype of the computation; auto: bfloat16 where the machine is fast at it, else float32; "
-        "the trained weights are always float32",
+        "dtype of the computation; auto: bfloat16 where it is fast; weights are float32",
         choices=("auto", "float32", "bfloat16"),
     )
     head_dtype: str = key(
         "float32",
-        "dtype of the logits, in training and in the engine; bfloat16 rounds them, which is "
-        "faster on a CPU",
+        "dtype of the logits, in training and in the engine",
         choices=("float32", "bfloat16"),
     )
-    compile: bool = key(
-        False, "compile whole layers but for attention with torch.compile; not with tp_size above 1"
-    )
+    compile: bool = key(False, "compile whole layers but for attention; not with tp_size above 1")
     fsdp_size: NonNegativeInt = key(
-        0,
-        "processes that share one copy of the model, 0 = all; fewer keep several copies",
-        common=True,
+        0, "processes that share one copy of the model, 0 = all; fewer keep several copies"
     )
-    sp_size: PositiveInt = key(
-        1, "processes that share each sequence (ring attention)", common=True
-    )
+    sp_size: PositiveInt = key(1, "processes that share each sequence (ring attention)")
     tp_size: PositiveInt = key(1, "processes that share each matrix (tensor parallelism)")
     max_length_per_device: PositiveInt = key(
-        8192, "tokens of a micro-batch per process; also limits the longest sequence", common=True
+        8192, "tokens of a micro-batch per process; also limits the longest sequence"
     )
     max_inference_length_per_device: PositiveInt | None = key(
         None, "the same for passes without gradients; by default max_length_per_device"
     )
     share_prompts: bool = key(
-        True,
-        "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
+        True, "run the prompt of a group once for all its answers; exact up to rounding"
     )
-    offload_model: bool = key(
-        False, "keep the weights in host memory while they are not in use, on a GPU"
-    )
+    offload_model: bool = key(False, "keep unused weights in host memory, on a GPU")
 
 
 @dataclass
@@ -239,73 +191,47 @@ class WorkerConfig(ModelConfig):
         None, "start with the optimizer state in this folder, which save_optimizer wrote"
     )
     gradient_checkpointing: bool | NonNegativeInt = key(
-        True,
-        "recompute layers in the backward pass: all, or a number of them; saves memory, takes "
-        "about a third more time; rl2 plan says which number fits",
-        common=True,
+        True, "recompute all layers, or a number of them, in the backward pass; saves memory"
     )
     lora_rank: NonNegativeInt = key(
-        0,
-        "rank of LoRA adapters, 0 = train all weights; adapters need a higher lr",
-        common=True,
-        identity=True,
+        0, "rank of LoRA adapters, 0 = train all weights; adapters need a higher lr"
     )
     lora_alpha: PositiveFloat = key(
-        64.0,
-        "adapters are scaled by lora_alpha / lora_rank; so the best lr hardly depends on the rank",
-        needs="lora_rank",
-        identity=True,
+        64.0, "adapters are scaled by lora_alpha / lora_rank", needs="lora_rank"
     )
     lora_targets: list[str] = key(
         [],
-        "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all but the "
-        "head",
+        "names of the linear layers with adapters, e.g. [q_proj,v_proj]; not the head",
         needs="lora_rank",
-        identity=True,
     )
     adapter: str | None = key(
-        None,
-        "folder of LoRA adapters to train further, as peft and exports of rl2 write it",
-        identity=True,
+        None, "folder of LoRA adapters to train further, as peft and exports of rl2 write it"
     )
     quantize_base: str | None = key(
         None,
-        "nf4: store the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes",
+        "nf4: store the frozen linear layers in 4 bits (QLoRA)",
         needs="lora_rank",
         choices=("nf4",),
-        identity=True,
     )
     freeze_router: bool = key(
-        False,
-        "do not train the routers of a mixture of experts; no adapters in them either",
-        identity=True,
+        False, "do not train the routers of a mixture of experts; no adapters in them either"
     )
     router_aux_loss_coef: NonNegativeFloat | None = key(
         None,
-        "coefficient of the load-balancing loss of a mixture of experts; by default that of a "
-        "model whose config asks for it (output_router_logits), else 0",
-        identity=True,
+        "coefficient of the load-balancing loss of a mixture of experts; by default the model's",
     )
     dither_weights: bool = key(
-        True,
-        "start each weight at a random place among the numbers that round to it; so updates below "
-        "the precision of bfloat16 have an effect at once",
+        True, "start each weight at a random place among the numbers that round to it"
     )
     optimizer: str = key(
         "adamw",
-        "adamw or muon; muon: Muon for the matrices of the layers, AdamW for the rest",
+        "adamw or muon; muon: for the matrices of the layers, AdamW for the rest",
         choices=("adamw", "muon"),
-        identity=True,
     )
-    lr: PositiveFloat = key(
-        1e-6, "learning rate; by default ten times as high with LoRA adapters", common=True
-    )
+    lr: PositiveFloat = key(1e-6, "learning rate; by default ten times as high with LoRA adapters")
     weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay")
     betas: list[float] = key(
-        [0.9, 0.999],
-        "AdamW's decay rates, of its moving means of the gradient and of its square",
-        at_least=0,
-        below=1,
+        [0.9, 0.999], "AdamW's decay rates, of the moments of the gradient", at_least=0, below=1
     )
     max_grad_norm: PositiveFloat = key(
         1.0, "clip the gradient to this norm; inf = never", may_be_infinite=True
@@ -336,8 +262,7 @@ class SFTActorConfig(WorkerConfig):
     lr: float = 1e-5
     average: str = key(
         "token",
-        "how the loss is averaged; token: over all trained tokens of the step; sequence: over the "
-        "mean of each row",
+        "how the loss is averaged; over all trained tokens, or over the mean of each row",
         choices=("token", "sequence"),
     )
 
@@ -349,9 +274,7 @@ class RewardModelConfig(WorkerConfig):
 
 @dataclass
 class RolloutWorkerConfig(WorkerConfig):
-    update_per_rollout: PositiveInt = key(
-        1, "mini-batches per rollout, each an optimizer step", common=True
-    )
+    update_per_rollout: PositiveInt = key(1, "mini-batches per rollout, each an optimizer step")
     epochs_per_rollout: PositiveInt = key(1, "passes over a rollout; each has its own mini-batches")
     freeze_steps: NonNegativeInt = key(
         0, "number of first steps in which this worker is not updated"
@@ -367,16 +290,12 @@ class RolloutWorkerConfig(WorkerConfig):
 class ActorConfig(RolloutWorkerConfig):
     loss: str = key(
         "ppo",
-        "policy loss; ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped "
-        "importance weights; reinforce: no ratio",
-        common=True,
+        "policy loss; gspo: clipped sequence ratios; cispo: clipped importance weights",
         functions=POLICY_LOSS_NAMES,
-        identity=True,
     )
     clip: PositiveFloat = key(
         0.2,
         "how far the probability ratio may move in a step; inf = any distance",
-        common=True,
         may_be_infinite=True,
         setting_of="loss",
         default_of="clip_high",
@@ -394,28 +313,21 @@ class ActorConfig(RolloutWorkerConfig):
         setting_of="loss",
     )
     off_policy_mask: PositiveFloat | None = key(
-        None,
-        "leave out bad answers that have become less likely by this (DeepSeek-V3.2); in the mean "
-        "log-probability of their tokens",
+        None, "leave out bad answers whose mean log-probability has fallen by this (DeepSeek-V3.2)"
     )
     average: str = key(
         "token",
-        "how the loss is averaged; token: over tokens (DAPO); sequence: over the token mean of "
-        "each trajectory (GRPO); prompt: over the token mean of each prompt (ScaleRL); constant: "
-        "over a constant length (Dr. GRPO)",
-        common=True,
+        "how the loss is averaged; over tokens (DAPO), the means of trajectories (GRPO) or "
+        "prompts (ScaleRL), or constant (Dr. GRPO)",
         choices=TOKEN_AVERAGES,
     )
     average_constant: PositiveInt | None = key(
-        None,
-        "the length that average=constant divides by; in tokens; Dr. GRPO: the longest answer",
-        needs="average=constant",
+        None, "the length that average=constant divides by, in tokens", needs="average=constant"
     )
     correction: str | None = key(  # derive_keys fills it in
         None,
-        "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
-        "importance weights; the others mask what differs too much; by default sequence_mask "
-        "with SGLang and vLLM, token_tis with partial rollouts",
+        "corrects for engine probabilities that differ from the trainer's; token_tis: "
+        "truncated importance weights; the others mask; by default on where they differ",
         choices=("none", *IMPORTANCE_CORRECTION_NAMES),
     )
     correction_cap: float | None = key(
@@ -425,20 +337,16 @@ class ActorConfig(RolloutWorkerConfig):
         may_be_infinite=True,
     )
     routing_replay: bool = key(
-        False,
-        "train with the experts that the engine chose for each token of a mixture of experts "
-        "(R3); not with rollout.engine=vllm",
+        False, "train with the experts that the engine chose for each token (R3)"
     )
     skip_threshold: float | None = key(
         None,
-        "skip an optimizer step if its mean probability ratio is above this; with skip=sample "
-        "single answers; PPO in TRL: 10",
+        "skip an optimizer step if its mean probability ratio is above this, e.g. 10",
         above=1,  # the ratio is 1 on the policy
     )
     skip: str = key(
         "update",
-        "what skip_threshold skips; update: the optimizer step; sample: single answers, which "
-        "needs an extra pass over the answers",
+        "what skip_threshold skips; sample: single answers, in an extra pass over them",
         choices=("update", "sample"),
         needs="skip_threshold",
     )
@@ -453,7 +361,7 @@ class CriticConfig(RolloutWorkerConfig):
     """Lies in memory and splits a rollout as the actor does; its rates are its own."""
 
     model_name: str | None = key(  # type: ignore[assignment]
-        None, "model that the critic starts from; by default the actor's", identity=True
+        None, "model that the critic starts from; by default the actor's"
     )
     dtype: str = follows("actor.dtype")
     compile: bool = follows("actor.compile")
@@ -477,16 +385,11 @@ class CriticConfig(RolloutWorkerConfig):
 class TeacherConfig:
     model_name: str | None = key(
         None,
-        "model to distill from, on-policy; must have the actor's tokenizer, and lies in memory as "
-        "the actor; with teacher.base_url its name on the server, by default the first one there",
-        common=True,
-        identity=True,
+        "model to distill from, on-policy; it has the actor's tokenizer; with base_url its "
+        "name there",
     )
     base_url: str | None = key(
-        None,
-        "URL of a server that runs the teacher; e.g. http://host:8000; the environment variable "
-        "TEACHER_API_KEY is its key",
-        identity=True,
+        None, "URL of a server that runs the teacher; TEACHER_API_KEY of the environment is its key"
     )
     protocol: str = key(
         "openai",
@@ -494,18 +397,12 @@ class TeacherConfig:
         choices=("openai", "sglang"),
     )
     hint: str | None = key(
-        None,
-        'text that only the teacher reads, after the prompt, with columns of the row, e.g. "The '
-        'answer is {answer}."; without teacher.model_name the teacher is then the policy itself '
-        "(self-distillation)",
-        identity=True,
+        None, 'text that only the teacher reads, after the prompt; e.g. "The answer is {answer}."'
     )
     kl: str = key(
         "sampled",
-        "how KL(policy || teacher) is learned; sampled: the difference of log-probabilities of the "
-        "sampled token, in its advantage; full: the sum over the whole vocabulary, in the loss",
+        "how KL(policy || teacher) is learned; sampled: in the advantage; full: in the loss",
         choices=("sampled", "full"),
-        identity=True,
     )
     coef: PositiveFloat = key(
         1.0, "weight of the KL divergence; in the advantage of each token or in the loss"
@@ -515,7 +412,7 @@ class TeacherConfig:
 @dataclass
 class SamplingConfig:
     temperature: PositiveFloat = key(
-        SamplingParams.temperature, "divides the logits, in the engine and in training", common=True
+        SamplingParams.temperature, "divides the logits, in the engine and in training"
     )
     top_p: PositiveFloat = key(
         SamplingParams.top_p,
@@ -528,7 +425,7 @@ class SamplingConfig:
         at_least=1,
     )
     max_new_tokens: PositiveInt = key(
-        SamplingParams.max_new_tokens, "longest answer of one turn, in tokens", common=True
+        SamplingParams.max_new_tokens, "longest answer of one turn, in tokens"
     )
     stop_token_ids: list[int] = key(
         list(SamplingParams.stop_token_ids),
@@ -551,34 +448,21 @@ class TestSamplingConfig(SamplingConfig):
 class RolloutConfig:
     env_path: Any = key(
         MISSING,
-        "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
-        "answer), for several turns also interact(messages) or a class make_env with tools, or an "
-        "agent run(row, base_url, model) or a loop play(row, generate); rollout.env_path.NAME=PATH "
-        "for each of several sources",
-        common=True,
-        identity=True,
+        "a Python file or the name of a ready-made env; the file defines reward_fn, interact, "
+        "make_env, run or play; rollout.env_path.NAME=PATH for each of several sources",
         types=(str, dict),
     )
     max_turns: PositiveInt = key(
-        1,
-        "most assistant turns per trajectory, or requests per agent; more than 1 calls the "
-        "env's interact or tools",
-        common=True,
+        1, "most assistant turns per trajectory, or requests per agent; more than 1 calls tools"
     )
     reward_weights: dict[str, float] = key(
-        {},
-        "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
-        "part",
+        {}, "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; 0 only logs the part"
     )
     score: str | None = key(
-        None,
-        "the reward part that is success, 1 or 0; for evaluations, save_best and "
-        "filter; by default the whole reward",
+        None, "the reward part that is success, 1 or 0; by default the whole reward"
     )
     max_running: PositiveInt | None = key(
-        None,
-        "sequences that an engine decodes at a time; by default 256 with SGLang and vLLM on a GPU, "
-        "else 64",
+        None, "sequences that an engine decodes at a time; 64, or 256 with SGLang on a GPU"
     )
     env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
     env_concurrency: PositiveInt = key(
@@ -590,36 +474,23 @@ class RolloutConfig:
         choices=("thread", "process"),
     )
     endpoint_host: str = key(
-        "127.0.0.1",
-        "address of this machine where agents find the model; with one that others reach, such as "
-        "0.0.0.0, run() must ask for api_key",
+        "127.0.0.1", "address of this machine where agents find the model; others may reach 0.0.0.0"
     )
     max_env_failures: Ratio = key(
         0.1, "stop the run if a larger fraction of a step's trajectories fails"
     )
     engine: str = key(
         "auto",
-        "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
-        "and there is a GPU, else local; vllm has been run on CPUs only",
-        common=True,
+        "engine that generates; local: embedded, in plain torch; auto: sglang on a GPU, else local",
         choices=("auto", *ENGINES),
     )
     engine_args: dict[str, Any] = key(
-        {}, "other arguments of the engine of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
+        {}, "other arguments of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
     )
     num_processes: NonNegativeInt = key(
         0,
-        "processes that only sample, while the others train on an earlier rollout; the last ones "
-        "of the job; 0: all processes do both",
-        common=True,
-        identity=True,
-    )
-    lora: str = key(
-        "auto",
-        "what the engine is sent of LoRA; merged: whole weights; adapter: the adapters alone, "
-        "which the embedded engine applies; auto: adapter with it on a CPU or on processes of "
-        "its own",
-        choices=("auto", "merged", "adapter"),
+        "processes that only sample, while the others train on an earlier rollout; the last "
+        "ones of the job; 0: all processes do both",
     )
     tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang")
     gpu_memory_utilization: Any = key(
@@ -633,52 +504,43 @@ class RolloutConfig:
     )
     exact: bool | None = key(
         None,
-        "equal log-probabilities in engine and trainer, to the bit; true stops at a difference; "
-        "by default on where a CPU can do it",
+        "equal log-probabilities in engine and trainer, to the bit; by default where a CPU can",
     )
     check_weights: bool = key(
         False, "compare the engine's weights with the trainer's after every step"
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
     test_sampling_params: TestSamplingConfig = section(
-        TestSamplingConfig, "sampling of answers on data.test_path", common=False
+        TestSamplingConfig, "sampling of answers on data.test_path"
     )
     partial: bool = key(
-        False,
-        "start the next step's prompts early; unfinished answers pause and continue after the "
-        "update, so long answers do not stall a step",
+        False, "start the next step's prompts early; unfinished answers continue after the update"
     )
     max_staleness: PositiveInt | None = key(
         None,
-        "how far rollouts run ahead; with rollout.num_processes in steps, 1 if unset; with "
-        "partial rollouts the largest age of a token in updates, and older answers are sampled "
-        "again",
+        "how far rollouts run ahead; with num_processes in steps, else the largest age of a "
+        "token in updates",
         needs="partial or num_processes",
     )
     filter: list[float] = key(
         [],
         "[LOW,HIGH]: train only prompts with a mean reward between the two, and replace the "
-        "others; [0,1] is DAPO's dynamic sampling; of rollout.score if set",
-        common=True,
+        "others; [0,1] is DAPO's dynamic sampling",
     )
     max_refills: PositiveInt = key(
-        10, "most prompts that replace filtered ones in a step, in multiples of prompts_per_rollout"
+        10, "most prompts that replace filtered ones, in multiples of prompts_per_rollout"
     )
     mask_truncated: bool = key(
         False, "do not train answers cut by a length limit (DAPO's overlong filtering)"
     )
     overlong_buffer: PositiveInt | None = key(
-        None,
-        "tokens before max_new_tokens over which the reward falls; DAPO's soft overlong "
-        "punishment; the longest turn counts",
+        None, "tokens before max_new_tokens over which the reward falls (DAPO)"
     )
     overlong_penalty: PositiveFloat = key(
         1.0, "how much the reward has fallen at max_new_tokens", needs="overlong_buffer"
     )
     length_penalty: NonNegativeFloat = key(
-        0.0,
-        "what a training answer of max_new_tokens loses where all answers to its prompt succeed; "
-        "less where fewer do; e.g. 0.1 (ALP)",
+        0.0, "what an answer of max_new_tokens loses where all answers to its prompt succeed (ALP)"
     )
 
     @property
@@ -690,35 +552,28 @@ class RolloutConfig:
 @dataclass
 class KLConfig:
     coef: NonNegativeFloat = key(
-        0.0,
-        "weight of the KL divergence from the start model; 0 loads no reference model",
-        common=True,
+        0.0, "weight of the KL divergence from the start model; 0 loads no reference model"
     )
     type: str | None = key(
         None,
-        "where the KL term goes; reward: subtracted from the reward; loss: added to the loss",
-        common=True,
+        "where the KL term goes; subtracted from the reward or added to the loss",
         choices=("reward", "loss"),
-        identity=True,
     )
     update_freq: PositiveInt | None = key(
-        None,
-        "steps between copies of the actor into the reference; by default it stays the start model",
-        identity=True,
+        None, "steps between copies of the actor into the reference; by default never"
     )
     reward_estimator: str = key(
         "k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES, needs="type=reward"
     )
     loss_estimator: str = key(
         "k2",
-        "estimator with kl.type=loss; k2 has the gradient of the KL divergence",
+        "estimator with kl.type=loss; k2 has the gradient of the KL",
         choices=KL_ESTIMATOR_NAMES,
         needs="type=loss",
     )
     importance_weights: bool | None = key(
         None,
-        "weight the KL term in the loss by the ratio of the current to the sampling policy; by "
-        "default on with several updates per step",
+        "weight the KL in the loss by the policy ratio; by default with several updates per step",
         needs="type=loss",
     )
 
@@ -727,21 +582,15 @@ class KLConfig:
 class AdvConfig:
     estimator: str = key(
         "reinforce",
-        "advantage estimator; reinforce: reward minus the group's mean (GRPO with norm_var); "
-        "rloo: minus the mean of the others; reinforce_plus_plus: reward, whitened over the "
-        "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: the teacher's "
-        "minus the policy's log-probability; gae: with a critic (PPO)",
-        common=True,
+        "advantage estimator; reinforce: reward minus the group's mean (GRPO); rloo: minus the "
+        "mean of the others; gae: with a critic (PPO)",
         functions=ADVANTAGE_ESTIMATOR_NAMES,
-        identity=True,
     )
     gamma: Ratio = key(1.0, "discount of later rewards, per token", setting_of="estimator")
     lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
     norm_var: bool | None = key(  # derive_keys fills it in
         None,
-        "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
-        "Dr. GRPO); gae: of the batch; by default on with gae, else off",
-        common=True,
+        "divide advantages by their standard deviation; by default on with gae, else off",
         setting_of="estimator",
     )
 
@@ -750,17 +599,14 @@ class AdvConfig:
 class DPOLossConfig:
     beta: PositiveFloat = key(
         0.1,
-        "how strongly the policy is held to the start model; tau of ipo; in simpo the scale of the "
-        "margin, e.g. 2; in orpo lambda; in kto how fast the value of a reply saturates",
-        common=True,
+        "how strongly the policy is held to the start model; tau of ipo, lambda of orpo; in "
+        "simpo the scale of the margin, e.g. 2",
     )
     loss: str = key(
         "sigmoid",
-        "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge; "
-        "simpo, orpo: without a reference model; kto: of single replies with a label",
-        common=True,
+        "preference loss; sigmoid: DPO's own; simpo, orpo: without a reference model; kto: of "
+        "single replies",
         functions=PREFERENCE_LOSS_NAMES,
-        identity=True,
     )
     label_smoothing: NonNegativeFloat = key(
         0.0,
@@ -769,32 +615,23 @@ class DPOLossConfig:
         setting_of="loss",
     )
     target_margin: NonNegativeFloat = key(
-        0.5,
-        "SimPO's gamma; by how much beta times the chosen reply's mean log-probability should be "
-        "larger",
-        setting_of="loss",
+        0.5, "SimPO's gamma: by how much the scaled margin should be larger", setting_of="loss"
     )
     desirable_weight: NonNegativeFloat = key(
-        1.0,
-        "weight of desirable replies in kto; it times their number, over undesirable_weight times "
-        "theirs, should be between 1 and 1.5",
-        setting_of="loss",
+        1.0, "weight of desirable replies in kto", setting_of="loss"
     )
     undesirable_weight: NonNegativeFloat = key(
         1.0, "weight of undesirable replies in kto", setting_of="loss"
     )
     sft_coef: NonNegativeFloat = key(
-        0.0,
-        "weight of an SFT loss on the chosen replies, which keeps them likely; e.g. 0.2 (Llama 3)",
+        0.0, "weight of an SFT loss on the chosen replies, which keeps them likely; e.g. 0.2"
     )
 
 
 @dataclass
 class RewardLossConfig:
     center: NonNegativeFloat = key(
-        0.0,
-        "weight of a squared error that keeps the mean reward of pairs near 0; e.g. 0.01",
-        common=True,
+        0.0, "weight of a squared error that keeps the mean reward of pairs near 0; e.g. 0.01"
     )
 
 
@@ -803,49 +640,38 @@ class TrainerConfig:
     eval_only = False  # a key of PPO alone
 
     project: str = key("rl2", "project in wandb and trackio")
-    experiment_name: str = key("default", "name of the run", common=True)
-    n_epochs: PositiveInt = key(1, "passes over the training rows", common=True)
-    max_steps: PositiveInt | None = key(
-        None, "stop after this many steps at the latest", common=True
-    )
+    experiment_name: str = key("default", "name of the run")
+    n_epochs: PositiveInt = key(1, "passes over the training rows")
+    max_steps: PositiveInt | None = key(None, "stop after this many steps at the latest")
     loggers: list[str] = key(
         [],
-        "services that receive config and metrics; metrics.jsonl is always "
-        "written; wandb is skipped if it is not installed or not logged in",
+        "services that receive config and metrics, beside metrics.jsonl",
         choices=("wandb", "tensorboard", "trackio"),
     )
     disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
     deterministic: bool | None = key(
         None, "rollouts repeat bit for bit on the same layout; by default on a CPU only"
     )
-    save_dir: str = key(
-        "runs/${trainer.experiment_name}", "folder for everything the run writes", common=True
-    )
+    save_dir: str = key("runs/${trainer.experiment_name}", "folder for everything the run writes")
     save_freq: PositiveInt | None = key(
-        None, "steps between checkpoints, from which runs resume; Ctrl-C saves one too", common=True
+        None, "steps between checkpoints, from which runs resume; Ctrl-C saves one too"
     )
     keep_checkpoints: PositiveInt | None = key(
         2, "number of newest checkpoints to keep; null = all"
     )
     max_skipped_updates: PositiveInt | None = key(
-        10,
-        "stop with an error after this many updates in a row without a finite gradient; null = "
-        "never",
+        10, "stop after this many updates in a row without a finite gradient; null = never"
     )
     resume: str = key(
         "auto",
-        "auto, off, force or a checkpoint folder; auto: from the newest checkpoint in save_dir, "
-        "if any; off: start over; force or force:FOLDER: resume even if the experiment differs",
-        common=True,
+        "auto, off, force or a checkpoint folder; force or force:FOLDER: even if the "
+        "experiment differs",
     )
     test_freq: PositiveInt | None = key(
-        None, "steps between evaluations; by default only before and after training", common=True
+        None, "steps between evaluations; by default only before and after training"
     )
     save_best: str | None = key(
-        None,
-        "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the "
-        "mean reward or score of sampled answers, without any by the loss; else the name of a "
-        "test set, or a metric after test/",
+        None, "keep the best evaluation's model; by auto, a test set's name or a metric after test/"
     )
     patience: PositiveInt | None = key(
         None, "end the run after this many evaluations in a row without a better one"
@@ -861,30 +687,25 @@ class PPOTrainerConfig(TrainerConfig):
     """With the keys of the run that only PPO has."""
 
     save_tokens: bool = key(
-        False, "keep tokens, log-probabilities and rewards of training answers, beside the rollouts"
+        False, "keep tokens, log-probabilities and rewards of training answers beside the rollouts"
     )
     rollouts_from: str | None = key(
-        None,
-        "run folder with saved tokens to train on instead of sampling, step by step",
-        identity=True,
+        None, "run folder with saved tokens to train on instead of sampling"
     )
-    eval_only: bool = key(
-        False, "evaluate actor.model_name on the test data and end", identity=True
-    )
+    eval_only: bool = key(False, "evaluate actor.model_name on the test data and end")
 
 
 @dataclass
 class PPOConfig:
     data: PromptConfig = section(PromptConfig, "the rows")
     actor: ActorConfig = section(ActorConfig, "the policy that is trained")
-    critic: CriticConfig = section(CriticConfig, "the value model of gae", common=False)
+    critic: CriticConfig = section(CriticConfig, "the value model of gae")
     rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
     kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
     adv: AdvConfig = section(AdvConfig, "advantages")
     teacher: TeacherConfig = section(
         TeacherConfig,
         "the teacher of on-policy distillation",
-        common=False,
         needs="teacher.model_name or teacher.base_url or teacher.hint",
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")

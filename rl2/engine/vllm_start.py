@@ -47,7 +47,7 @@ def start_engine(settings: EngineSettings, model: PreTrainedModel) -> Any:
     a kind that has not been tried.
     """
     if settings.adapters is not None:
-        raise ValueError("rollout.lora=adapter: vLLM is sent merged weights; set merged or auto")
+        raise ValueError("vLLM is sent merged weights, no adapters")
     with _preserved_process(settings.device), expecting(SECONDS_TO_START):
         _set_variables(settings)
         return _start(settings, model)

@@ -8,13 +8,26 @@ from typing import Any
 
 import yaml
 
-from rl2.config.key import schema_keys
 from rl2.config.schema import dump
 from rl2.config.values import flatten
 
 DATA = "data.path"
 # Where and how a run resumes: these say nothing about the experiment.
 UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
+# With another value of one of these keys a run is another experiment: it does not resume.
+EXPERIMENT = """
+data.path data.weights data.test_ratio data.columns data.chat_template data.chat_template_kwargs
+data.system_prompt data.max_length data.shuffle data.seed data.few_shot data.turns data.truncate
+rollout.env_path rollout.num_processes kl.type kl.update_freq adv.estimator dpo.loss
+teacher.model_name teacher.base_url teacher.hint teacher.kl trainer.rollouts_from trainer.eval_only
+actor.loss
+""".split()
+# The same in the section of each trained model.
+OF_MODELS = """
+model_name lora_rank lora_alpha lora_targets adapter quantize_base freeze_router
+router_aux_loss_coef optimizer
+""".split()
+EXPERIMENT += [f"{model}.{name}" for model in ("actor", "critic") for name in OF_MODELS]
 LENGTH = ("trainer.n_epochs", "trainer.max_steps")  # how far a run goes
 
 Changes = dict[str, str]  # since an earlier run: key -> its old and new value, in words
@@ -51,15 +64,13 @@ def _find_files(value: Any) -> list[Path]:
     return [Path(path) for path in paths if os.path.isfile(path)][:1]
 
 
-def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[Changes, Changes]:
+def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Changes]:
     """Returns (changes that make another experiment, other changes).
 
-    `kind` is the class of today's config. Keys that only one of the two has are not compared: they
-    are of another version of rl2.
+    Keys that only one of the two has are not compared: they are of another version of rl2.
     """
     if before.trainer != now.trainer:
         return {"": f"the trainer: {before.trainer} -> {now.trainer}"}, {}
-    identity_keys = {name for name, key in schema_keys(kind).items() if key.identity}
     experiment: Changes = {}
     others: Changes = {}
     for name, value in now.config.items():
@@ -67,7 +78,7 @@ def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[Cha
         has_same_content = _has_same_content(name, before, now)
         if old != value and name not in UNLISTED:
             is_same = has_same_content or _is_same_path(old, value)
-            changes = experiment if name in identity_keys and not is_same else others
+            changes = experiment if name in EXPERIMENT and not is_same else others
             changes[name] = f"{name}: {old} -> {value}"
         elif has_same_content is False:
             changes = experiment if name == DATA else others  # code may be edited

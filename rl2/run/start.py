@@ -141,7 +141,7 @@ def _compare(
     if "identity" not in record or not saved_config:
         return True, {}
     before = RunIdentity(config=dict(flatten(saved_config)), **record["identity"])
-    experiment, others = find_changes(type(config), before, identity)
+    experiment, others = find_changes(before, identity)
     resume = config.trainer.resume
     if experiment and resume.partition(":")[0] != "force":
         listed = "".join(f"\n  - {change}" for change in experiment.values())

@@ -7,7 +7,13 @@ import argparse
 import sys
 
 # Keys of layouts, which are those of the run and not of this process.
-ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
+ELSEWHERE = (
+    "actor.model_name",
+    "actor.fsdp_size",
+    "actor.sp_size",
+    "actor.tp_size",
+    "rollout.tp_size",
+)
 
 
 def main() -> None:
@@ -34,7 +40,7 @@ def main() -> None:
 
     if words and "=" not in words[0]:
         words[0] = f"rollout.env_path={words[0]}"
-    config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=("actor.model_name",))
+    config = parse(PPOConfig, words, elsewhere=ELSEWHERE)
     data = config.data
     try:
         if isinstance(data.path, dict):

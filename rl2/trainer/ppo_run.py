@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rl2.config.adapters import choose_lora, sends_adapters
+from rl2.config.adapters import adapter_obstacle, sends_adapters
 from rl2.config.conditions import (
     clips_to_sampler,
     count_samplers,
@@ -543,10 +543,12 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
 
 
 def _choose_adapters(config: PPOConfig) -> LoraSettings | None:
-    """What the engine applies. The first rank prints the choice of rollout.lora=auto."""
+    """What the engine applies. The first rank prints why it applies no adapters."""
     if not config.actor.lora_rank or (config.trainer.eval_only and not config.actor.adapter):
         return None  # new adapters change nothing before they are trained
-    choice, reason = choose_lora(config)
-    if config.rollout.lora == "auto" and is_first_rank():
-        print(f"rollout.lora=auto: {choice}, {reason}")
-    return make_lora_settings(config.actor) if choice == "adapter" else None
+    obstacle = adapter_obstacle(config)
+    if obstacle is None:
+        return make_lora_settings(config.actor)
+    if is_first_rank():
+        print(f"adapters are merged into the weights of the engine: {obstacle}")
+    return None

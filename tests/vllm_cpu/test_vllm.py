@@ -185,7 +185,7 @@ def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
 
 
 def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
-    with pytest.raises(ValueError, match="rollout.lora=adapter: vLLM is sent merged weights"):
+    with pytest.raises(ValueError, match="vLLM is sent merged weights, no adapters"):
         make_engine(tied, adapters=LoraSettings(4, 64.0))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     name = make_model(tmp_path / "gpt_oss", "gpt_oss", **VLLM_SIZES, **experts)
