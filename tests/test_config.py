@@ -16,7 +16,6 @@ from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, writ
 from rl2 import __version__
 from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.find import CHOICES
 from rl2.algorithms.losses import POLICY_LOSSES
 from rl2.algorithms.names import TOKEN_AVERAGES
 from rl2.config.adapters import adapter_obstacle, sends_adapters
@@ -391,16 +390,6 @@ def test_the_short_help_is_one_screen(base, capsys):
         text = shown(["--help", *topic, "actor.lr=1"], capsys)
         assert included in text and left_out not in text
     assert refused(["--help", "actr"], capsys).startswith("1 problem in")
-
-
-@pytest.mark.parametrize("root", ROOTS.values())
-def test_every_setting_of_a_function_is_used_by_one(root):
-    known = schema_keys(root)
-    for name, entry in known.items():
-        if entry.setting_of:
-            section, _, setting = name.rpartition(".")
-            declarations = CHOICES[f"{section}.{entry.setting_of}"].built_in.values()
-            assert any(setting in declared.settings for declared in declarations), name
 
 
 OWN_FUNCTIONS = """

@@ -34,6 +34,47 @@ from rl2.config.schema import DPOConfig, PPOConfig, WorkerConfig
 
 Row = tuple[str, str]
 
+# Keys of which one needs to be set for a key or section to have an effect. KEY counts if it has
+# another value than its default and is not off. A name without a section is of actor and critic.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "lora_alpha": ("lora_rank",),
+    "lora_targets": ("lora_rank",),
+    "quantize_base": ("lora_rank",),
+    "min_lr_ratio": ("scheduler=linear", "scheduler=cosine"),
+    "average_constant": ("average=constant",),
+    "skip": ("skip_threshold",),
+    "rollout.max_staleness": ("rollout.partial", "rollout.num_processes"),
+    "rollout.overlong_penalty": ("rollout.overlong_buffer",),
+    "kl.coef": ("kl.type=loss", "kl.type=reward"),
+    "kl.type": ("kl.coef",),
+    "kl.reward_estimator": ("kl.type=reward",),
+    "kl.loss_estimator": ("kl.type=loss",),
+    "kl.importance_weights": ("kl.type=loss",),
+    "teacher": ("teacher.model_name", "teacher.base_url", "teacher.hint"),
+    "trainer.patience": ("trainer.save_best",),
+    "trainer.eval_only": ("data.test_path", "data.test_ratio"),
+}
+# Keys that may not be set beside a key, in the same form.
+EXCLUDES: dict[str, tuple[str, ...]] = {
+    "data.test_ratio": ("data.test_path",),
+    "lora_alpha": ("adapter",),  # which has its own
+    "lora_targets": ("adapter",),
+    "quantize_base": ("tp_size",),  # would cut rows inside 4-bit blocks
+    "correction_cap": ("correction=none",),
+    "kl.update_freq": ("actor.lora_rank",),  # the reference shares the actor's weights then
+    "teacher.base_url": (  # a server scores at temperature 1 among the whole vocabulary
+        "rollout.train_sampling_params.temperature",
+        "rollout.train_sampling_params.top_p",
+        "rollout.train_sampling_params.top_k",
+    ),
+    "teacher.hint": ("rollout.max_turns", "trainer.rollouts_from"),  # only first prompts have it
+    "teacher.kl": ("teacher.base_url", "teacher.hint"),
+    "rollout.partial": ("rollout.num_processes",),  # with which no step waits
+    "rollout.exact": ("rollout.num_processes", "trainer.rollouts_from"),  # of other weights
+    "trainer.deterministic": ("rollout.partial",),  # which depends on time
+    "trainer.save_best": ("trainer.eval_only", "trainer.rollouts_from"),
+}
+
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 TORCH_OF_4_BITS = (2, 13)  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
 
@@ -41,8 +82,6 @@ TORCH_OF_4_BITS = (2, 13)  # FSDP2 of torch 2.11 fails at parameters of bytes; 2
 def find_broken(config: Any) -> Iterator[Row]:
     """What is refused."""
     data, trainer = config.data, config.trainer
-    if data.test_ratio and data.test_path:
-        yield "data.test_ratio", "excludes data.test_path, which has the test rows already"
     resume = trainer.resume
     if resume not in ("auto", "off", "force") and not is_folder(resume.removeprefix("force:")):
         yield "trainer.resume", "is no folder: choose auto, off, force or a checkpoint"
@@ -53,14 +92,7 @@ def find_broken(config: Any) -> Iterator[Row]:
                 f"needs {service}, which is not installed: pip install {service}",
             )
     best = trainer.save_best is not None
-    is_untested = trainer.eval_only or bool(getattr(trainer, "rollouts_from", None))
-    if trainer.patience is not None and not best:
-        yield "trainer.patience", "needs trainer.save_best, e.g. trainer.save_best=auto"
-    if trainer.save_best == "true":
-        yield "trainer.save_best", "names no metric: choose auto, or a metric after test/"
-    if best and is_untested:
-        yield "trainer.save_best", "excludes trainer.eval_only and trainer.rollouts_from"
-    if best and not is_untested and not (data.has_test_rows and trainer.test_freq):
+    if best and not (data.has_test_rows and trainer.test_freq):
         yield (
             "trainer.save_best",
             "needs test rows (data.test_path or data.test_ratio) and trainer.test_freq, the steps "
@@ -95,20 +127,12 @@ def find_broken_worker(name: str, worker: WorkerConfig) -> Iterator[Row]:
             yield key, "needs bitsandbytes, which is not installed: pip install 'rl2[bitsandbytes]'"
         if release_numbers(torch) < TORCH_OF_4_BITS:
             yield key, f"needs torch 2.13 or later, and this is {torch}"
-        if worker.tp_size > 1:
-            yield (
-                key,
-                f"excludes {name}.tp_size={worker.tp_size}, which would cut rows inside 4-bit "
-                "blocks: set 1, since FSDP divides the memory of the base too",
-            )
 
 
 def find_broken_run(config: PPOConfig) -> Iterator[Row]:
     """What is refused in the kind of PPO's run, and in the sizes of its steps."""
-    data, trainer = config.data, config.trainer
+    data = config.data
     estimator, saved = config.adv.estimator, config.trainer.rollouts_from
-    if trainer.eval_only and not data.has_test_rows:
-        yield "trainer.eval_only", "needs data.test_path or data.test_ratio"
     if saved and not is_folder(saved):
         yield "trainer.rollouts_from", "is no folder"
     if saved and "ages" in policy_loss_needs(config.actor.loss):
@@ -117,8 +141,6 @@ def find_broken_run(config: PPOConfig) -> Iterator[Row]:
             f"excludes actor.loss={config.actor.loss}, which needs `ages` of tokens in updates: "
             "the weights of another run have no such age",
         )
-    if trainer.deterministic and config.rollout.partial:
-        yield "trainer.deterministic", "excludes rollout.partial, which depends on time"
     if data.responses_per_prompt == 1 and "group" in estimator_needs(estimator):
         yield (
             "data.responses_per_prompt",
@@ -145,49 +167,23 @@ def find_broken_teacher(config: PPOConfig) -> Iterator[Row]:
         )
     if teacher.base_url and not teacher.base_url.startswith(("http://", "https://")):
         yield "teacher.base_url", "must begin with http:// or https://"
-    params = config.rollout.train_sampling_params
-    if teacher.base_url and (params.temperature, params.top_p, params.top_k) != (1, 1, -1):
+    if has_full_kl(config) and needs_teacher and estimator != "distillation":
         yield (
-            "teacher.base_url",
-            "needs temperature=1, top_p=1 and top_k=-1 in rollout.train_sampling_params: a server "
-            "scores tokens at temperature 1 among the whole vocabulary",
+            "teacher.kl",
+            f"excludes adv.estimator={estimator}, which reads the teacher's "
+            "log-probabilities of the sampled tokens",
         )
-    if teacher.hint and config.rollout.max_turns > 1:
-        yield "teacher.hint", "needs rollout.max_turns=1: only the first prompt has the hint"
-    if teacher.hint and config.trainer.rollouts_from:
-        yield "teacher.hint", "excludes trainer.rollouts_from: they have no prompts of a teacher"
-    if has_full_kl(config):
-        if teacher.base_url:
-            yield "teacher.kl", "excludes teacher.base_url: a server scores the sampled tokens only"
-        if teacher.hint:
-            yield "teacher.kl", "excludes teacher.hint, with which it reads other prompts"
-        if needs_teacher and estimator != "distillation":
-            yield (
-                "teacher.kl",
-                f"excludes adv.estimator={estimator}, which reads the teacher's "
-                "log-probabilities of the sampled tokens",
-            )
 
 
 def find_broken_loss(config: PPOConfig) -> Iterator[Row]:
     """What is refused in PPO's loss and its KL term."""
     actor, kl = config.actor, config.kl
     needs = estimator_needs(config.adv.estimator)
-    if kl.coef > 0 and kl.type is None:
-        yield "kl.coef", "needs kl.type=loss, in the loss, or kl.type=reward, in the reward"
-    if kl.coef == 0 and kl.type is not None:
-        yield "kl.type", "needs kl.coef, the weight of the KL, e.g. kl.coef=0.001"
     if kl.type == "reward" and needs and "rewards" not in needs:
         yield (
             "kl.type",
             f"has no effect with adv.estimator={config.adv.estimator}, which takes no rewards: "
             "choose kl.type=loss",
-        )
-    if kl.update_freq and actor.lora_rank > 0:
-        yield (
-            "kl.update_freq",
-            f"excludes actor.lora_rank={actor.lora_rank}, with which the reference is the "
-            "start model, and shares its weights with the actor",
         )
     if actor.correction != "none" and corrects_mismatch(actor.loss):
         yield (
@@ -229,8 +225,6 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
             "leaves no process of the job that trains: start it with torchrun --nproc_per_node="
             f"{num_samplers + 1} or more, or set 0",
         )
-    if rollout.partial and num_samplers:
-        yield "rollout.partial", "excludes rollout.num_processes, with which no step waits"
     engine = choose_engine(rollout.engine)[0]
     tells_experts = engine == "local" or (engine == "sglang" and has_gpu())
     if actor.routing_replay and not tells_experts:
@@ -251,16 +245,6 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
             "excludes trainer.eval_only: the engine reads the files of actor.model_name, without "
             "these adapters; give the merged model, or take the embedded engine on a CPU",
         )
-    if rollout.exact and config.trainer.rollouts_from:
-        yield (
-            "rollout.exact",
-            "does not hold with trainer.rollouts_from, since other weights may have sampled",
-        )
-    if rollout.exact and num_samplers:
-        yield (
-            "rollout.exact",
-            "does not hold with rollout.num_processes, since earlier weights have sampled",
-        )
 
 
 def find_unused(config: Any) -> Iterator[Row]:
@@ -270,13 +254,6 @@ def find_unused(config: Any) -> Iterator[Row]:
     """
     if not isinstance(config.data.path, dict):
         yield "data.weights", "has no effect with one source: name several with data.path.NAME=PATH"
-    for name in ("actor", "critic"):
-        for setting in ("lora_alpha", "lora_targets"):
-            if hasattr(config, name) and getattr(config, name).adapter:
-                yield (
-                    f"{name}.{setting}",
-                    f"has no effect with {name}.adapter, whose own value counts",
-                )
     if isinstance(config, DPOConfig):
         if not compares_pairs(config):
             yield (
@@ -289,7 +266,7 @@ def find_unused(config: Any) -> Iterator[Row]:
 
 def find_unused_of_ppo(config: PPOConfig) -> Iterator[Row]:
     """The same in PPO."""
-    actor, estimator = config.actor, config.adv.estimator
+    estimator = config.adv.estimator
     if not needs_critic(estimator):
         yield (
             "critic",
@@ -301,8 +278,6 @@ def find_unused_of_ppo(config: PPOConfig) -> Iterator[Row]:
             "teacher.coef",
             f"has no effect with adv.estimator={estimator}, where it is the whole advantage",
         )
-    if actor.correction == "none":
-        yield "actor.correction_cap", "has no effect with actor.correction=none"
     if is_on_policy(config):
         yield (
             "actor.skip_threshold",

@@ -28,13 +28,6 @@ class Key:
     may_be_infinite: bool = False  # inf switches a bound off
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
-    # Without these keys this one has no effect, and is refused: of its section, or in full; KEY or
-    # KEY=VALUE, several as "A or B".
-    needs: str = ""
-    # A key of the same section that names a function. This key is a setting of that function and
-    # has an effect only if the function declares that it reads it.
-    setting_of: str = ""
-    default_of: str = ""  # another setting that has the value of this key unless it is set
     is_section: bool = False
     types: tuple[Any, ...] = ()  # by default those of the field's annotation
     default: Any = None  # of the field
@@ -73,9 +66,9 @@ def key(default: Any, help: str, **properties: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str, needs: str = "") -> Any:
+def section(kind: type, help: str) -> Any:
     """A field that is a section."""
-    return field(default_factory=kind, metadata={"key": Key(help, needs=needs, is_section=True)})
+    return field(default_factory=kind, metadata={"key": Key(help, is_section=True)})
 
 
 def follows(name: str) -> Any:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
+from rl2.config.combinations import EXCLUDES, NEEDS
 from rl2.config.conditions import corrects_mismatch
 from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
@@ -57,9 +58,17 @@ def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
         for bound in broken_bounds(key, value):
             reason = f"it must {bound}; the default is {show_value(default)}"
             problems.append(wrong_value(name, value, reason))
-    for name in sorted(non_default_keys(config, set_keys)):
+    wrong = {problem.key for problem in problems}
+    for name in sorted(non_default_keys(config, set_keys) - wrong):
+        value = get_value(config, name)
         if reason := explain_unused(config, name):
-            problems.append(unfit_value(name, get_value(config, name), f"has no effect {reason}"))
+            problems.append(unfit_value(name, value, f"has no effect {reason}"))
+        for other in listed(EXCLUDES, name):
+            if value and is_met(config, other):
+                other = other.partition("=")[0]
+                given = f"{other}={show_value(get_value(config, other))}"
+                text = f"does not go with {given}: leave one out"
+                problems.append(unfit_value(name, value, text))
     return problems
 
 
@@ -141,40 +150,51 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
 
 
 def explain_unused(config: Any, name: str) -> str:
-    """Why a key has no effect, as the schema says it; "" if it has one.
+    """Why a key or a section has no effect; "" if it has one.
 
     A key has none if its section has none.
     """
     path = name.rpartition(".")[0]
     if reason := explain_unused(config, path) if path else "":
         return reason
-    key = schema_keys(type(config))[name]
-    needed = [need if "." in need else f"{path}.{need}" for need in key.needs.split(" or ")]
-    if key.needs and not any(_is_met(config, need) for need in needed):
+    needed = listed(NEEDS, name)
+    if needed and not any(is_met(config, need) for need in needed):
         return f"without {' or '.join(needed)}"
-    return explain_setting(config, name, key) if key.setting_of else ""
+    return explain_setting(config, name)
 
 
-def _is_met(config: Any, need: str) -> bool:
-    """Whether KEY has a value that is not off, or that of KEY=VALUE."""
-    key, equals, wanted = need.partition("=")
-    value = get_value(config, key)
-    return value == wanted if equals else bool(value)
+def listed(table: dict[str, tuple[str, ...]], name: str) -> list[str]:
+    """The names that NEEDS or EXCLUDES has for a key, in full."""
+    section, _, last = name.rpartition(".")
+    if section in ("actor", "critic") and last in table:
+        return [f"{section}.{other}" for other in table[last]]
+    return [*table.get(name, ())]
 
 
-def explain_setting(config: Any, name: str, key: Key) -> str:
-    """Why a setting of a function has no effect, or ""."""
-    path, _, setting = name.rpartition(".")
-    function_key = f"{path}.{key.setting_of}"
-    function = get_value(config, function_key)
-    functions = CHOICES[function_key]
-    settings = functions.settings_of(function)
-    if setting in settings:
-        return ""
-    if key.default_of in settings and get_value(config, f"{path}.{key.default_of}") is None:
-        return ""
-    used = f"which uses {', '.join(settings) or 'no setting'}"
-    users = [
-        other for other, declared in functions.built_in.items() if setting in declared.settings
-    ]
-    return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"
+def is_met(config: Any, need: str) -> bool:
+    """Whether KEY has a value that is neither off nor its default, or that of KEY=VALUE."""
+    name, equals, wanted = need.partition("=")
+    if name not in schema_keys(type(config)):  # of another trainer
+        return False
+    value = get_value(config, name)
+    return value == wanted if equals else bool(value) and value != default_value(config, name)
+
+
+def explain_setting(config: Any, name: str) -> str:
+    """Why a key that is a setting of losses or estimators has no effect, or ""."""
+    section, _, setting = name.rpartition(".")
+    for key, functions in CHOICES.items():
+        settings = {setting for kind in functions.kinds for setting in kind.settings}
+        if not key.startswith(f"{section}.") or setting not in settings:
+            continue
+        used = functions.settings_of(get_value(config, key))
+        is_default = setting == "clip" and "clip_high" in used and config.actor.clip_high is None
+        if setting not in used and not is_default:
+            users = [
+                user for user, other in functions.built_in.items() if setting in other.settings
+            ]
+            return (
+                f"with {key}={get_value(config, key)}, which uses {', '.join(used) or 'no setting'}"
+                f"; {setting} is used by {', '.join(users)}"
+            )
+    return ""

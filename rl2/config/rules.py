@@ -50,7 +50,7 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
         set_keys = set()
     changed = non_default_keys(config, set_keys)
     problems += check_keys(config, set_keys)
-    problems += of_set_keys(config, find_unused(config), changed)
+    problems += of_rows(config, find_unused(config), changed)
     problems += of_rows(config, find_broken(config))
     problems += check_data(config.data)
     warnings: list[Problem] = []
@@ -72,20 +72,17 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
                     unfit_value("rollout.exact", True, f"does not hold with {obstacle}")
                 )
         warnings += of_rows(config, find_misleading(config))
-        warnings += of_set_keys(config, find_unclipped(config), changed)
+        warnings += of_rows(config, find_unclipped(config), changed)
     return without_repeats(config, problems), warnings
 
 
-def of_rows(config: Any, rows: Iterable[Row]) -> Iterator[Problem]:
-    """The problems of keys that do not fit others."""
-    for key, text in rows:
-        yield unfit_value(key, get_value(config, key), text)
+def of_rows(config: Any, rows: Iterable[Row], changed: set[str] | None = None) -> Iterator[Problem]:
+    """The problems of keys that do not fit others.
 
-
-def of_set_keys(config: Any, rows: Iterable[Row], changed: set[str]) -> Iterator[Problem]:
-    """The same of the keys that the user has changed. A row may be of a section."""
+    With `changed`, only of those keys; a row may be of their section then.
+    """
     for start, text in rows:
-        for key in sorted(changed):
+        for key in [start] if changed is None else sorted(changed):
             if f"{key}.".startswith(f"{start}."):
                 yield unfit_value(key, get_value(config, key), text)
 

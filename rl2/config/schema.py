@@ -196,37 +196,27 @@ class WorkerConfig(ModelConfig):
     lora_rank: NonNegativeInt = key(
         0, "rank of LoRA adapters, 0 = train all weights; adapters need a higher lr"
     )
-    lora_alpha: PositiveFloat = key(
-        64.0, "adapters are scaled by lora_alpha / lora_rank", needs="lora_rank"
-    )
+    lora_alpha: PositiveFloat = key(64.0, "adapters are scaled by lora_alpha / lora_rank")
     lora_targets: list[str] = key(
-        [],
-        "names of the linear layers with adapters, e.g. [q_proj,v_proj]; not the head",
-        needs="lora_rank",
+        [], "names of the linear layers with adapters, e.g. [q_proj,v_proj]; not the head"
     )
     adapter: str | None = key(
         None, "folder of LoRA adapters to train further, as peft and exports of rl2 write it"
     )
     quantize_base: str | None = key(
-        None,
-        "nf4: store the frozen linear layers in 4 bits (QLoRA)",
-        needs="lora_rank",
-        choices=("nf4",),
+        None, "nf4: store the frozen linear layers in 4 bits (QLoRA)", choices=("nf4",)
     )
     freeze_router: bool = key(
         False, "do not train the routers of a mixture of experts; no adapters in them either"
     )
     router_aux_loss_coef: NonNegativeFloat | None = key(
-        None,
-        "coefficient of the load-balancing loss of a mixture of experts; by default the model's",
+        None, "coefficient of the load-balancing loss of experts; by default the model's"
     )
     dither_weights: bool = key(
         True, "start each weight at a random place among the numbers that round to it"
     )
     optimizer: str = key(
-        "adamw",
-        "adamw or muon; muon: for the matrices of the layers, AdamW for the rest",
-        choices=("adamw", "muon"),
+        "adamw", "muon is for the matrices of the layers only", choices=("adamw", "muon")
     )
     lr: PositiveFloat = key(1e-6, "learning rate; by default ten times as high with LoRA adapters")
     weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay")
@@ -244,11 +234,7 @@ class WorkerConfig(ModelConfig):
         "learning rate after the warmup; linear and cosine fall to min_lr_ratio x lr",
         choices=("constant", "linear", "cosine"),
     )
-    min_lr_ratio: Ratio = key(
-        0.0,
-        "final learning rate, as a fraction of lr",
-        needs="scheduler=linear or scheduler=cosine",
-    )
+    min_lr_ratio: Ratio = key(0.0, "final learning rate, as a fraction of lr")
     offload_optimizer: bool = key(
         False, "keep the optimizer state in host memory while it is not in use, on a GPU"
     )
@@ -294,23 +280,13 @@ class ActorConfig(RolloutWorkerConfig):
         functions=POLICY_LOSS_NAMES,
     )
     clip: PositiveFloat = key(
-        0.2,
-        "how far the probability ratio may move in a step; inf = any distance",
-        may_be_infinite=True,
-        setting_of="loss",
-        default_of="clip_high",
+        0.2, "how far the probability ratio may move in a step", may_be_infinite=True
     )
     clip_high: PositiveFloat | None = key(
-        None,
-        "upper clip, if it differs from clip (DAPO: 0.28)",
-        may_be_infinite=True,
-        setting_of="loss",
+        None, "upper clip, if it differs from clip (DAPO: 0.28)", may_be_infinite=True
     )
     dual_clip: float | None = key(
-        None,
-        "bounds the loss of a bad answer by this many times its advantage, e.g. 3",
-        above=1,  # the ratio is 1 on the policy, so a lower bound would drop every bad answer
-        setting_of="loss",
+        None, "bounds the loss of a bad answer by this many times its advantage, e.g. 3", above=1
     )
     off_policy_mask: PositiveFloat | None = key(
         None, "leave out bad answers whose mean log-probability has fallen by this (DeepSeek-V3.2)"
@@ -322,7 +298,7 @@ class ActorConfig(RolloutWorkerConfig):
         choices=TOKEN_AVERAGES,
     )
     average_constant: PositiveInt | None = key(
-        None, "the length that average=constant divides by, in tokens", needs="average=constant"
+        None, "the length that average=constant divides by, in tokens"
     )
     correction: str | None = key(  # derive_keys fills it in
         None,
@@ -340,15 +316,12 @@ class ActorConfig(RolloutWorkerConfig):
         False, "train with the experts that the engine chose for each token (R3)"
     )
     skip_threshold: float | None = key(
-        None,
-        "skip an optimizer step if its mean probability ratio is above this, e.g. 10",
-        above=1,  # the ratio is 1 on the policy
+        None, "skip an optimizer step if its mean ratio is above this, e.g. 10", above=1
     )
     skip: str = key(
         "update",
         "what skip_threshold skips; sample: single answers, in an extra pass over them",
         choices=("update", "sample"),
-        needs="skip_threshold",
     )
     entropy: NonNegativeFloat = key(0.0, "coefficient of an entropy bonus")
     log_entropy: bool = key(
@@ -384,9 +357,7 @@ class CriticConfig(RolloutWorkerConfig):
 @dataclass
 class TeacherConfig:
     model_name: str | None = key(
-        None,
-        "model to distill from, on-policy; it has the actor's tokenizer; with base_url its "
-        "name there",
+        None, "model to distill from; it has the actor's tokenizer; with base_url its name there"
     )
     base_url: str | None = key(
         None, "URL of a server that runs the teacher; TEACHER_API_KEY of the environment is its key"
@@ -488,9 +459,7 @@ class RolloutConfig:
         {}, "other arguments of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
     )
     num_processes: NonNegativeInt = key(
-        0,
-        "processes that only sample, while the others train on an earlier rollout; the last "
-        "ones of the job; 0: all processes do both",
+        0, "processes that only sample, the last ones; the others train on an earlier rollout"
     )
     tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang")
     gpu_memory_utilization: Any = key(
@@ -503,8 +472,7 @@ class RolloutConfig:
         types=(float, str),
     )
     exact: bool | None = key(
-        None,
-        "equal log-probabilities in engine and trainer, to the bit; by default where a CPU can",
+        None, "equal log-probabilities in engine and trainer, to the bit; by default if possible"
     )
     check_weights: bool = key(
         False, "compare the engine's weights with the trainer's after every step"
@@ -517,15 +485,10 @@ class RolloutConfig:
         False, "start the next step's prompts early; unfinished answers continue after the update"
     )
     max_staleness: PositiveInt | None = key(
-        None,
-        "how far rollouts run ahead; with num_processes in steps, else the largest age of a "
-        "token in updates",
-        needs="partial or num_processes",
+        None, "how far rollouts run ahead, in steps; with partial the age of a token in updates"
     )
     filter: list[float] = key(
-        [],
-        "[LOW,HIGH]: train only prompts with a mean reward between the two, and replace the "
-        "others; [0,1] is DAPO's dynamic sampling",
+        [], "[LOW,HIGH]: replace prompts with a mean reward outside; [0,1] is dynamic sampling"
     )
     max_refills: PositiveInt = key(
         10, "most prompts that replace filtered ones, in multiples of prompts_per_rollout"
@@ -536,9 +499,7 @@ class RolloutConfig:
     overlong_buffer: PositiveInt | None = key(
         None, "tokens before max_new_tokens over which the reward falls (DAPO)"
     )
-    overlong_penalty: PositiveFloat = key(
-        1.0, "how much the reward has fallen at max_new_tokens", needs="overlong_buffer"
-    )
+    overlong_penalty: PositiveFloat = key(1.0, "how much the reward has fallen at max_new_tokens")
     length_penalty: NonNegativeFloat = key(
         0.0, "what an answer of max_new_tokens loses where all answers to its prompt succeed (ALP)"
     )
@@ -562,19 +523,12 @@ class KLConfig:
     update_freq: PositiveInt | None = key(
         None, "steps between copies of the actor into the reference; by default never"
     )
-    reward_estimator: str = key(
-        "k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES, needs="type=reward"
-    )
+    reward_estimator: str = key("k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES)
     loss_estimator: str = key(
-        "k2",
-        "estimator with kl.type=loss; k2 has the gradient of the KL",
-        choices=KL_ESTIMATOR_NAMES,
-        needs="type=loss",
+        "k2", "estimator with kl.type=loss; k2 has its gradient", choices=KL_ESTIMATOR_NAMES
     )
     importance_weights: bool | None = key(
-        None,
-        "weight the KL in the loss by the policy ratio; by default with several updates per step",
-        needs="type=loss",
+        None, "weight the loss's KL by the policy ratio; by default with several updates a step"
     )
 
 
@@ -586,21 +540,17 @@ class AdvConfig:
         "mean of the others; gae: with a critic (PPO)",
         functions=ADVANTAGE_ESTIMATOR_NAMES,
     )
-    gamma: Ratio = key(1.0, "discount of later rewards, per token", setting_of="estimator")
-    lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
+    gamma: Ratio = key(1.0, "discount of later rewards, per token")
+    lamda: Ratio = key(1.0, "lambda of gae")
     norm_var: bool | None = key(  # derive_keys fills it in
-        None,
-        "divide advantages by their standard deviation; by default on with gae, else off",
-        setting_of="estimator",
+        None, "divide advantages by their standard deviation; by default on with gae, else off"
     )
 
 
 @dataclass
 class DPOLossConfig:
     beta: PositiveFloat = key(
-        0.1,
-        "how strongly the policy is held to the start model; tau of ipo, lambda of orpo; in "
-        "simpo the scale of the margin, e.g. 2",
+        0.1, "how strongly the policy is held to the start model; tau of ipo, lambda of orpo"
     )
     loss: str = key(
         "sigmoid",
@@ -609,20 +559,13 @@ class DPOLossConfig:
         functions=PREFERENCE_LOSS_NAMES,
     )
     label_smoothing: NonNegativeFloat = key(
-        0.0,
-        "fraction of pairs assumed to be swapped (conservative DPO)",
-        below=0.5,
-        setting_of="loss",
+        0.0, "fraction of pairs assumed to be swapped (conservative DPO)", below=0.5
     )
     target_margin: NonNegativeFloat = key(
-        0.5, "SimPO's gamma: by how much the scaled margin should be larger", setting_of="loss"
+        0.5, "SimPO's gamma: by how much the scaled margin should be larger"
     )
-    desirable_weight: NonNegativeFloat = key(
-        1.0, "weight of desirable replies in kto", setting_of="loss"
-    )
-    undesirable_weight: NonNegativeFloat = key(
-        1.0, "weight of undesirable replies in kto", setting_of="loss"
-    )
+    desirable_weight: NonNegativeFloat = key(1.0, "weight of desirable replies in kto")
+    undesirable_weight: NonNegativeFloat = key(1.0, "weight of undesirable replies in kto")
     sft_coef: NonNegativeFloat = key(
         0.0, "weight of an SFT loss on the chosen replies, which keeps them likely; e.g. 0.2"
     )
@@ -663,9 +606,7 @@ class TrainerConfig:
         10, "stop after this many updates in a row without a finite gradient; null = never"
     )
     resume: str = key(
-        "auto",
-        "auto, off, force or a checkpoint folder; force or force:FOLDER: even if the "
-        "experiment differs",
+        "auto", "auto, off, a checkpoint folder; force or force:FOLDER if the experiment differs"
     )
     test_freq: PositiveInt | None = key(
         None, "steps between evaluations; by default only before and after training"
@@ -703,11 +644,7 @@ class PPOConfig:
     rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
     kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
     adv: AdvConfig = section(AdvConfig, "advantages")
-    teacher: TeacherConfig = section(
-        TeacherConfig,
-        "the teacher of on-policy distillation",
-        needs="teacher.model_name or teacher.base_url or teacher.hint",
-    )
+    teacher: TeacherConfig = section(TeacherConfig, "the teacher of on-policy distillation")
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
 
 
