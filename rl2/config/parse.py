@@ -1,8 +1,8 @@
 """From the command line to a checked config.
 
 Hydra composes it: the dataclasses of schema.py, the preset that `algo` names, the file that
---config-name names, and the words KEY=VALUE. Hydra stops at the first mistake. Here each is taken
-out and noted, so that all of them are reported together, with those that rules.py finds.
+--config-name names, and the words KEY=VALUE. Hydra stops at the first mistake, so arguments.py has
+taken them out and noted them: all are reported together, with those that rules.py finds.
 """
 
 import os

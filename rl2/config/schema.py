@@ -1,8 +1,8 @@
-"""The sections of the config, one dataclass each. Everything about a key is beside its field.
+"""The sections of the config, one dataclass each.
 
-`key` (in key.py) declares a key with its default, its help, its range, its choices and the keys
-that it needs. A type such as PositiveInt has the range that it says. Hydra composes the config from
-these classes, `help.py` prints the help, and `rules.py` checks the rest.
+`key` (in key.py) declares a key with its default, its help, its range and its choices. A type such
+as PositiveInt has the range that it says. Hydra composes the config from these classes, `help.py`
+prints the help, combinations.py has what keys need and exclude, and `rules.py` checks the rest.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
