@@ -511,7 +511,7 @@ def test_it_is_demanded_left_out_or_tried(words):
         (["actor.lora_rank=1"], "actor.lora_rank=1 and actor.dtype="),
         (
             ["actor.lora_rank=4", "actor.quantize_base=nf4"],
-            "actor.lora_rank=4 and actor.quantize_base=nf4: the engine multiplies with merged weights",
+            "actor.lora_rank=4 and actor.quantize_base=nf4: the engine multiplies",
         ),
         (["actor.compile=true"], "actor.compile=true"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
