@@ -3,7 +3,6 @@
 from typing import Any
 
 from rl2.attention.pages import MIN_ROWS
-from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import count_samplers
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.model.exact import Exactness
@@ -33,8 +32,8 @@ def exact_obstacles(config: Any) -> list[str]:
         (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
         (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
         (
-            actor.lora_rank and not sends_adapters(config),
-            f"actor.lora_rank={actor.lora_rank} and actor.quantize_base={actor.quantize_base}",
+            actor.quantize_base is not None,
+            f"actor.quantize_base={actor.quantize_base}",
             "the engine multiplies with merged weights",
         ),
         (

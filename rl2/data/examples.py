@@ -42,8 +42,6 @@ TOKENS_SCHEMA = pyarrow.schema(
 RenderedReply = tuple[str, str]
 TrainedSequences = list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
 
-LARGE_DROPPED_SHARE = 0.05  # Dropping more of the rows for their length is worth a warning.
-
 
 class RowKind(NamedTuple):
     """What the rows of a trainer are, and how messages name them."""
@@ -226,7 +224,7 @@ class Examples:
         return describe_steps(self, num_steps)
 
     def describe_dropped(self, split: str) -> list[str]:
-        """How many items are too long, in sentences. A warning if many of them are dropped.
+        """How many items are too long, in sentences. Those that are dropped are a warning.
 
         `split` is put before their name: "training " or "test ".
         """
@@ -242,22 +240,15 @@ class Examples:
         dropped = f"{self.num_dropped} {of_all} ({share:.0%}) are longer than {limit} and dropped"
         if self.truncate:
             dropped += ": no trained token is left of them"
-        if share > LARGE_DROPPED_SHARE:
-            dropped = (
-                f"warning: {dropped}; the longest has {self.token_counts.max()} tokens: raise "
-                "data.max_length"
-            )
-            if self.kind.can_truncate and not self.truncate:
-                dropped += ", or set data.truncate=true to cut them at the end"
-        return [*sentences, dropped]
+        remedy = f"the longest has {self.token_counts.max()} tokens: raise data.max_length"
+        if self.kind.can_truncate and not self.truncate:
+            remedy += ", or set data.truncate=true to cut them at the end"
+        return [*sentences, f"warning: {dropped}; {remedy}"]
 
     def at(self, position: int) -> Example:
         """Returns the item at this position of the endless sequence of epochs."""
-        return self[self._number_at(position)]
-
-    def _number_at(self, position: int) -> int:
         epoch, i = divmod(position, len(self))
-        return int(self.permutation(len(self), self.seed, epoch)[i]) if self.shuffle else i
+        return self[int(self.permutation(len(self), self.seed, epoch)[i]) if self.shuffle else i]
 
 
 def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
@@ -330,16 +321,11 @@ class Mixture:
 
     def at(self, position: int) -> Example:
         """Returns the example at this position of the endless sequence of epochs."""
-        number, place = self._place_at(position)
-        example = self.sources[number].at(place)
-        example.index += int(self.first_indices[number])
-        return example
-
-    def _place_at(self, position: int) -> tuple[int, int]:
-        """The number of the source of a position, and the position in its own epochs."""
         epoch, i = divmod(position, len(self))
         number = int(self.order[i])
-        return number, epoch * self.counts[number] + int(self.ranks[i])
+        example = self.sources[number].at(epoch * self.counts[number] + int(self.ranks[i]))
+        example.index += int(self.first_indices[number])
+        return example
 
     def describe_steps(self, num_steps: int) -> list[str]:
         """How a run of `num_steps` uses the examples, in sentences."""

@@ -53,7 +53,6 @@ def talk(path: Path) -> None:
     data = PromptConfig(**{name: given[name] for name in keys & given.keys()})
     template = make_chat_template(data, tokenizer, date.today().isoformat())
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     messages: list[dict[str, str]] = []
     while True:
         question = input("\n> " if sys.stdin.isatty() else "").strip()
@@ -61,15 +60,10 @@ def talk(path: Path) -> None:
             continue
         messages.append({"role": "user", "content": question})
         prompt = torch.tensor([template.encode_prompt(messages)])
-        room = min(LONGEST_ANSWER, positions - prompt.shape[1])
-        if room < 1:
-            raise ValueError(
-                f"the conversation fills the model's {positions} positions: start again"
-            )
         tokens = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=room,
+            max_new_tokens=LONGEST_ANSWER,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id or 0,
             streamer=streamer,
