@@ -234,3 +234,17 @@ def test_the_newest_kernels_that_pass_a_trial_take_the_place_of_torchs_own(
     printed = capsys.readouterr().out
     assert f"attention kernels: {chosen or 'FA2'}\n" in printed
     assert ("failed a trial" in printed) == (set(kinds.values()) - {"right"} != set())
+
+
+@pytest.mark.parametrize("window", [None, 13])
+def test_poisoned_neighbours_do_not_leak(window):
+    cu, prefixes, _ = layout(random.Random(5), 3, 40)
+    start = cu[prefixes[0][2]]  # of the first group
+    end = cu[prefixes[0][1]]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
+    attend = packed_attention(cu, prefixes)
+    clean = attend(None, q, k, v, 0.2, window)[:, start:end]
+    for x in (q, k, v):
+        x[:, :, end:] = float("nan")
+    assert torch.equal(attend(None, q, k, v, 0.2, window)[:, start:end], clean)

@@ -54,6 +54,10 @@ def test_a_function_may_have_the_name_of_a_builtin():
     assert not judge(program.replace("5 *", "4 *"), cases).is_right
 
 
+def test_a_right_output_of_a_program_that_fails_is_wrong():
+    assert not judge("print(3)\nraise SystemExit(1)", {"inputs": [""], "outputs": ["3"]}).is_right
+
+
 def test_spaces_at_the_ends_of_lines_do_not_count(monkeypatch):
     outputs = iter(["1 \n2\n\n", " 1\n2", "1\n\n2", "1 2"])
     monkeypatch.setattr(code, "run", lambda *_, **__: [Result("succeeded", next(outputs), "")])
@@ -185,6 +189,10 @@ def test_tests_of_functions_and_classes():
     assert not judge_text(program.replace("negative", "other"), tests)
 
 
+def test_a_function_of_the_program_is_no_test():
+    assert judge("def test_equal(x, y): return x == y", "assert test_equal(1, 1)").is_right
+
+
 def test_a_method_is_checked_like_a_function():
     program = "class Solution:\n    def next(self, x): return x + 1"
     tests = "def check(candidate):\n    assert candidate(x=1) == 2\n\ncheck(Solution().next)"
@@ -273,6 +281,30 @@ def f(kind):
 """
 
 
+def test_no_operator_of_a_class_decides_what_equals_a_value_of_the_tests():
+    tests = """
+        passed = []
+        for kind in ["int", "float", "str", "bytes", "tuple", "list", "dict", "set"]:
+            value = f(kind)
+            for expected in ["expected", 3.5, ("a",), ["a"], {"a": 1}, {"a"}]:
+                for name, test in {
+                    "equal": lambda: value == expected,
+                    "reflected": lambda: expected == value,
+                    "not different": lambda: not value != expected,
+                    "in a list": lambda: value in [expected],
+                    "of lists": lambda: [value] == [expected],
+                    "of dicts": lambda: {"a": value} == {"a": expected},
+                    "a key": lambda: value in {"expected": 1},
+                    "close": lambda: expected == 3.5 and abs(value - expected) < 1e-6,
+                }.items():
+                    try:
+                        if test(): passed.append((kind, expected, name))
+                    except (TypeError, ValueError): pass
+        assert not passed, passed
+        """
+    assert judge(CHEAT, textwrap.dedent(tests)) == (True, "")
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -301,6 +333,15 @@ def test_a_program_does_not_end_a_loop_of_the_tests():
     assert judge("def f(): yield 1", "assert next(f(), 2) == 1 and [*f()] == [1]").is_right
 
 
+def test_a_program_does_not_skip_tests():
+    skipped = """
+        import unittest
+        class Cheated(unittest.TestCase):
+            def test_it(self): self.assertEqual(f("skip"), 3)
+        """
+    assert not judge_text(CHEAT, skipped)
+
+
 @pytest.mark.parametrize("result, test, named", read_cases("code_forms")["not_supported"])
 def test_the_reason_names_what_the_tests_cannot_compare(result, test, named):
     program = f"{read_cases('code_forms')['program']}\ndef f(): return {result}"
@@ -312,6 +353,10 @@ def test_a_program_does_not_replace_what_the_tests_import():
     program = "class math:\n    isclose = lambda *_: True\ndef f(x): return 3.0"
     tests = "import math\nfrom solution import *\nassert math.isclose(f(1), 2.0)"
     assert not judge(program, tests).is_right
+
+
+def test_a_function_may_have_the_name_of_a_module():
+    assert judge("def bisect(x): return x + 1", "assert bisect(1) == 2").is_right
 
 
 @pytest.mark.parametrize("starved", ["program", "tests"])
@@ -327,6 +372,12 @@ def test_a_machine_that_is_too_busy_is_no_fault_of_the_program(starved, monkeypa
     assert not judge("def f(): return 1", "assert f() == 1").is_right
 
 
+def test_a_busy_machine_fails_programs_that_read_and_print(monkeypatch):
+    monkeypatch.setattr(code, "run", lambda *_, **__: [Result("starved", "3", "")])
+    with pytest.raises(TimeoutError, match="too busy"):
+        judge(SUM, CASES)
+
+
 TESTS = 'assert f(1) == "expected"\nassert f(2) == "other"'
 FORGERIES = CASE_TEXTS["forgeries"]
 
@@ -334,6 +385,11 @@ FORGERIES = CASE_TEXTS["forgeries"]
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forgeries_are_wrong_and_the_next_program_is_right(name):
     assert not judge_text(FORGERIES[name], TESTS)
+
+
+def test_the_next_program_is_right():
+    """After all forgeries, with the same tests."""
+    assert judge("def f(x): return {1: 'expected', 2: 'other'}[x]", TESTS).is_right
 
 
 def test_verdicts_are_kept_but_not_those_of_programs_that_ran_out_of_time(monkeypatch):
@@ -350,3 +406,13 @@ def test_verdicts_are_kept_but_not_those_of_programs_that_ran_out_of_time(monkey
     assert len(runs) == 2
     with pytest.raises(IndexError):  # other limits, another verdict
         judge(SUM, cases, Limits(cpu_seconds=1))
+
+
+def test_tests_that_are_no_python_are_an_error():
+    with pytest.raises(SyntaxError):
+        judge(SUM, "assert f(1) == ")
+
+
+def test_test_cases_may_be_in_json():
+    assert judge(SUM, json.dumps(CASES)).is_right
+    assert not judge("def f(x): return x", '["assert f(1) == 1", "assert f(1) == 2"]').is_right

@@ -467,3 +467,24 @@ def test_top_p_and_top_k_restrict_tokens_and_on_request_logps(with_candidates):
         allowed_probs = probs[sorted(allowed)]
         expected = allowed_probs / allowed_probs.sum()
         torch.testing.assert_close(frequencies, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_request_is_cancelled_while_it_waits_with_the_prompt_of_another(llama, cancelled):
+    engine = make_engine(llama, max_running_requests=2)
+    seeds = [(5, 0), (5, 1)]
+    expected = to_tuples(play(engine, [[9, 8]] * 2, seeds, max_new_tokens=5))
+
+    async def cancel_one_of_two():
+        params = SamplingParams(max_new_tokens=5)
+        tasks = [asyncio.ensure_future(engine.generate([9, 8], params, seed)) for seed in seeds]
+        while len(engine.waiting) < 2:
+            await asyncio.sleep(0)
+        tasks[cancelled].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = engine.loop.run_until_complete(cancel_one_of_two())
+    assert isinstance(results.pop(cancelled), asyncio.CancelledError)
+    assert to_tuples(results) == [expected[1 - cancelled]]
+    assert not engine.in_flight and not engine.prompts
+    engine.close()

@@ -370,3 +370,38 @@ def test_a_printed_line_is_written_as_one(load, monkeypatch):
         """
     )
     assert call(env) == {"reward": 1.0}
+
+
+def test_trajectories_with_state_are_spread_over_the_processes(load):
+    env = load(STATEFUL, concurrency=3)
+    processes = [call(env, i, name=i)["process"] for i in range(6)]
+    assert len(set(processes[:3])) == len(set(processes[3:])) == 3
+
+
+def test_arguments_that_no_process_can_get_cost_their_call(load):
+    env = load("def reward_fn(messages, value): return value")
+    assert "a process cannot get its arguments" in failure(env, value=(i for i in range(3)))
+    assert call(env, value=2) == {"reward": 2.0}
+
+
+def test_a_call_that_nobody_waits_for_is_not_the_answer_of_the_next(load):
+    env = load("def reward_fn(messages, value): import time; time.sleep(0.2); return value")
+
+    async def cancel():
+        task = asyncio.create_task(env.score(MESSAGES, {"value": 1}))
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(cancel())
+    assert call(env, value=2) == {"reward": 2.0}
+
+
+def test_a_hanging_process_does_not_delay_those_that_are_free(load):
+    """Calls of a new trajectory go to any process that is free."""
+    env = load(STATEFUL, timeout=1, concurrency=2)
+    call_together(env, [(i, {"name": i}) for i in range(2)])
+    calls = [(0, {"name": 0, "fault": "hang"}), *((i, {"name": i}) for i in range(2, 12))]
+    hung, *others = call_together(env, calls)
+    assert "did not return" in str(hung)
+    assert all(parts["count"] == 1 for parts in others)
+    assert len({parts["process"] for parts in others}) == 1

@@ -509,10 +509,7 @@ def test_it_is_demanded_left_out_or_tried(words):
         (["trainer.deterministic=false"], "trainer.deterministic=false"),
         (["rollout.max_running=8"], "rollout.max_running=8: set at least 16"),
         (["actor.lora_rank=1"], "actor.lora_rank=1 and actor.dtype="),
-        (
-            ["actor.lora_rank=4", "actor.quantize_base=nf4"],
-            "actor.lora_rank=4 and actor.quantize_base=nf4: the engine multiplies",
-        ),
+        (["actor.lora_rank=4", "actor.quantize_base=nf4"], "actor.quantize_base=nf4: the engine"),
         (["actor.compile=true"], "actor.compile=true"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
         (["trainer.rollouts_from=."], "trainer.rollouts_from"),

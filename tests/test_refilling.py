@@ -368,3 +368,28 @@ def test_two_processes_take_the_same_groups_as_one(tmp_path):
         [result] = [result for result in results if result["options"] == options]
         assert result["ranks"][0]["rows"] == json.loads(json.dumps(expected))
         assert result["ranks"][0]["position"] == collector.cursor.position
+
+
+def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
+    """Group 1 was done and scored while group 0 was played, and is too old in the next step."""
+    options = {"partial": True, "deterministic": False, "num_steps": 9, "max_staleness": 0}
+    collector = make_collector(tmp_path, [1] * 4, {0: 0.3, 2: 0.3}, 1, **options)
+    scored = []
+
+    async def score_group(records):
+        scored.append(records[0]["row"]["answer"])
+        return [{"group": 0.25}] * len(records)
+
+    env = collector.player.envs[""]
+    env.spec = replace(env.spec, group_reward_fn=score_group)
+    env.score_group = score_group
+    assert {t.rewards["group"] for t in collector.collect(1)} == {0.25}
+    assert collector.carried_over[0].is_scored
+    collector.player.engine.version = 1
+    second = collector.collect(2)
+    assert rows_of(second) == ([1], [])
+    assert [t.rewards for t in second] == [
+        {"right": 1.0, "group": 0.25},
+        {"right": 0.0, "group": 0.25},
+    ]
+    assert scored.count("1") == 2 and scored.count("0") == 1

@@ -6,15 +6,18 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, make_model
+from common import ROOT, make_critic, make_model, write_letter_task
 from parity import worker_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.folder import check_model
 from rl2.parallel.mesh import init_distributed
+from rl2.trainer.ppo_run import set_up
 from rl2.worker import Worker
 
 
@@ -225,3 +228,20 @@ def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path, device, targ
     settings = worker_config(name, lora_rank=2, lora_targets=targets)
     with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
         Worker(settings, device, False, 4)
+
+
+def test_a_reward_model_with_other_weights_is_refused(tmp_path, device):
+    name = make_critic(make_model(tmp_path / "model"))
+    write_files(name, {**read_files(name), "score.bias": torch.ones(1)})
+    with pytest.raises(ValueError, match="lacks score.bias"):
+        Worker(worker_config(name), device, True, 4)
+
+
+def test_a_quantized_model_is_refused_before_the_rows_are_read(tmp_path):
+    name = make_model(tmp_path / "model")
+    change_config(name, quantization_config={"quant_method": "gptq", "bits": 4})
+    folder = tmp_path / "run"
+    words = [f"actor.model_name={name}", *write_letter_task(tmp_path)]
+    (tmp_path / "train.jsonl").write_text("no rows")
+    with pytest.raises(ValueError, match=r"actor.model_name=.* \(gptq\)"):
+        set_up(parse(PPOConfig, [*words, f"trainer.save_dir={folder}"]))

@@ -1,7 +1,11 @@
 """Commands of a workspace share its files and nothing else, and harm neither it nor others."""
 
 import gc
+import os
+import signal
+import subprocess
 import sys
+import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +35,12 @@ def test_commands_share_files(workspace):
     assert workspace.run("cd src; pwd").stdout.strip().endswith("src")
     assert not workspace.run("pwd").stdout.strip().endswith("src")
     assert workspace.run("touch ~/c && ls c").stdout == "c\n"
+
+
+def test_a_file_without_content_is_left_out(strength):  # noqa: F811
+    """Data sets in columns give each row the files of all rows."""
+    with Workspace({"a.txt": "one\n", "b.txt": None}, QUICK, strength) as workspace:
+        assert workspace.run("ls").stdout == "a.txt\n"
 
 
 def test_the_middle_of_a_long_output_is_left_out():
@@ -122,6 +132,13 @@ def test_a_workspace_does_not_see_others(workspace, strength):  # noqa: F811
         assert other.read("secret") == "x"
 
 
+def test_a_command_writes_nothing_outside(workspace, folder):  # noqa: F811
+    victim = folder / "victim"
+    victim.write_text("as it was")
+    result = workspace.run(f"echo changed > {victim}; ln -s {victim} link; echo changed > link")
+    assert result.status == "failed" and victim.read_text() == "as it was"
+
+
 def test_it_outlives_the_thread_that_made_it(strength):  # noqa: F811
     made = []
     thread = threading.Thread(target=lambda: made.append(Workspace({"a": "x"}, QUICK, strength)))
@@ -129,6 +146,16 @@ def test_it_outlives_the_thread_that_made_it(strength):  # noqa: F811
     thread.join()
     with made.pop() as workspace:
         assert workspace.read("a") == "x"
+
+
+def test_commands_of_several_threads_wait_for_each_other(workspace):
+    script = "n=$(cat n 2>/dev/null || echo 0); sleep 0.1; echo $((n + 1)) > n"
+    threads = [threading.Thread(target=workspace.run, args=(script,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert workspace.read("n") == "4\n"
 
 
 def test_it_ends_with_its_last_reference(strength, folder):  # noqa: F811
@@ -140,9 +167,35 @@ def test_it_ends_with_its_last_reference(strength, folder):  # noqa: F811
     assert list(folder.glob("rl2-sandbox-*")) == []
 
 
+def test_it_ends_with_its_trainer(strength, folder):  # noqa: F811
+    code = f"""
+        import tempfile, time
+        tempfile.tempdir = {str(folder)!r}
+        from rl2.rewards.workspace import Workspace
+        workspace = Workspace({{"a": "x"}}, strength={strength!r})
+        print(workspace.run("sleep 0.1; echo ready").stdout, flush=True)
+        workspace.run("sleep 1000")
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout.readline() == "ready\n"
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    wait_until(lambda: not find_processes(folder))
+
+
 def test_a_closed_workspace_says_so(workspace):
     workspace.close()
     workspace.close()
+    with pytest.raises(OSError, match="has ended"):
+        workspace.run("true")
+
+
+def test_a_launcher_that_dies_is_told(workspace, folder):  # noqa: F811
+    wait_until(lambda: find_processes(folder))
+    for process in find_processes(folder):
+        os.kill(int(process), signal.SIGKILL)
     with pytest.raises(OSError, match="has ended"):
         workspace.run("true")
 

@@ -68,6 +68,7 @@ class Phase:
     waits: Counter = field(
         default_factory=Counter
     )  # number by (what the host waits for, "file.py:line of rl2")
+    collectives: Counter = field(default_factory=Counter)  # number by operator
 
     @property
     def num_waits(self) -> int:
@@ -235,6 +236,9 @@ class Tracker(TorchDispatchMode):
             self._see_copy(func, args, kwargs, inputs, outputs)
         if "cuda" not in devices:
             return
+        for phase in self.phases:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                phase.collectives[func._opname] += 1
         name = func._opname
         if func is aten._local_scalar_dense.default:
             self.wait("item")
