@@ -206,6 +206,11 @@ def test_a_sweep_runs_a_job_for_each_value_and_ends_at_a_mistake(base, tmp_path)
     assert "Traceback" not in done.stderr
 
 
+def test_a_sweep_may_be_of_algorithms():
+    arguments = read_arguments(PPOConfig, ["--multirun", "algo=grpo,dapo"])
+    assert arguments.problems == [] and arguments.words == ["algo=grpo,dapo"]
+
+
 def test_adapters_have_a_higher_rate_unless_one_is_set(base):
     def rates(*words):
         config = parse(PPOConfig, [*base, "adv.estimator=gae", *words])

@@ -233,7 +233,8 @@ def find_target(root: type, name: str, value: Any, folder: str) -> tuple[str, st
     if dropped := explain_dropped(name) or explain_dropped(given):
         return "", dropped
     if name == KEY and has_presets(known):
-        problem = explain_preset(value, folder)
+        # Hydra tries each name of a sweep, which a file in the folder may have too.
+        problem = "" if isinstance(value, Sweep) else explain_preset(value, folder)
         return ("", problem) if problem else (name, "")
     if dropped := explain_dropped(section_of(root, name)):
         return "", dropped
