@@ -144,8 +144,11 @@ class Worker:
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
-        # In the order of `adapter_states`: the reference has them. New ones add 0.
-        self.start_adapters = [state.clone() for state in self.adapter_states()]
+        # Of adapters that are trained further, in the order of `adapter_states`: the reference has
+        # them. New ones start at 0.
+        self.start_adapters: list[Tensor] | None = None
+        if self.lora_settings is not None and config.adapter:
+            self.start_adapters = [state.clone() for state in self.adapter_states()]
         self.optimizer: Any = None  # unless the model is frozen
         if is_trained:
             settings = (config.weight_decay, config.offload_optimizer, config.betas)
@@ -446,7 +449,10 @@ def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[t
 
 
 class Reference:
-    """The model that a worker with adapters started from: its own weights with `start_adapters`."""
+    """The model that a worker with adapters started from: its own weights with other adapters.
+
+    These are the worker's `start_adapters`, or none. The model takes no memory beside them.
+    """
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -457,6 +463,8 @@ class Reference:
         """As `Worker.infer`, where the routers choose."""
         worker = self.worker
         batch = replace(batch, experts=None)
-        context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
+        context = lora.disabled(worker.model.hf)
+        if worker.start_adapters is not None:
+            context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
         with context, worker.engine_check.paused():  # the engine has the worker's own adapters
             return worker.infer(batch, temperature)

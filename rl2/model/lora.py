@@ -265,6 +265,20 @@ def _copy_all(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
         state.copy_(value)
 
 
+@contextmanager
+def disabled(hf: PreTrainedModel) -> Iterator[None]:
+    """A context without adapters: `hf` is the model that they are beside."""
+    # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in the
+    # first forward pass which parameters are trained. A scale of 0 adds 0, which changes no value.
+    for layer in _adapted_layers(hf).values():
+        layer.set_scale(ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in _adapted_layers(hf).values():
+            layer.set_scale(ADAPTER, 1.0)
+
+
 def merged(
     hf: PreTrainedModel, read: Callable[[nn.Parameter], DTensor]
 ) -> Iterator[tuple[str, DTensor]]:
