@@ -312,10 +312,9 @@ def test_a_resumed_run_requests_what_its_checkpoint_does_not_hold():
 
 
 @pytest.mark.nightly
-def test_replay_and_diff_know_overlapped_runs(setup, tmp_path):
+def test_a_step_of_an_overlapped_run_is_replayed(setup, tmp_path):
     keys = ["rollout.num_processes=1", "trainer.save_freq=2"]
     train(2, tmp_path / "run", *setup, *keys)
-    for rollouts in ("again", "saved"):
-        replay = ("-m", "rl2", "replay", str(tmp_path / "run"), "--step", "4")
-        done = launch(1, *replay, "--rollouts", rollouts)
-        assert "equal" in done.stdout or "same" in done.stdout, done.stdout
+    words = (tmp_path / "run", "--step", "4", "--out", tmp_path / "again")
+    done = launch(2, "-m", "rl2", "replay", *words)
+    assert "equal" in done.stdout or "same" in done.stdout, done.stdout

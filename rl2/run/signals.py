@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -156,10 +157,14 @@ def end_with_launcher() -> None:
 
 
 def _print_once_a_node(text: str) -> None:
-    """Writes from a signal handler, which may have interrupted a print and the locks it holds."""
-    if is_first_of_node():
-        with suppress(OSError):  # nobody reads any more: Ctrl-C has ended `tee`, too
+    """Prints from a signal handler, which may have interrupted a print that holds a lock."""
+    if not is_first_of_node():
+        return
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        with suppress(OSError):
             os.write(STDERR, f"\n{text}\n".encode())
+    else:  # of a notebook, which shows what is printed and not what is written to the descriptor
+        print(f"\n{text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
