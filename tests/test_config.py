@@ -206,6 +206,11 @@ def test_a_sweep_runs_a_job_for_each_value_and_ends_at_a_mistake(base, tmp_path)
     assert "Traceback" not in done.stderr
 
 
+def test_the_name_of_a_file_may_have_dots(base):
+    Path("lr.v1.2.yaml").write_text("actor: {lr: 0.25}")
+    assert parse(PPOConfig, [*base, "--config-name=lr.v1.2"]).actor.lr == 0.25
+
+
 def test_a_sweep_may_be_of_algorithms():
     arguments = read_arguments(PPOConfig, ["--multirun", "algo=grpo,dapo"])
     assert arguments.problems == [] and arguments.words == ["algo=grpo,dapo"]

@@ -71,7 +71,8 @@ def read_arguments(root: type, argv: list[str]) -> Arguments:
             arguments.problems.append(Problem(name, MISSING, explain_option(word)))
     if options.config_name:
         path = Path(arguments.folder, options.config_name)
-        take_file(root, path if path.suffix else path.with_suffix(".yaml"), arguments)
+        is_whole = path.suffix in (".yaml", ".yml")  # exp.v2 is no whole name
+        take_file(root, path if is_whole else path.with_name(f"{path.name}.yaml"), arguments)
     for word in options.overrides:
         take_word(root, word, arguments, is_sweep=options.multirun)
     for name, value in vars(options).items():
@@ -94,14 +95,16 @@ def explain_option(word: str) -> str:
 
 def take_file(root: type, path: Path, arguments: Arguments) -> None:
     """Adds the keys of a config file to the arguments."""
+    tree: Any = None
+    reason = "holds no keys: write sections with keys below them"
     try:
         tree = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        reason = "does not exist"
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        text = f"--config-name: {path} is no readable YAML: {error}"
-        arguments.problems.append(Problem("--config-name", str(path), text))
-        return
+        reason = f"is no readable YAML: {error}"
     if not isinstance(tree, dict):
-        text = f"--config-name: {path} holds no keys: write sections with keys below them"
+        text = f"--config-name: {path} {reason}"
         arguments.problems.append(Problem("--config-name", str(path), text))
         return
     values = dict(flatten(tree))
