@@ -184,8 +184,8 @@ def explain_setting(config: Any, name: str) -> str:
     """Why a key that is a setting of losses or estimators has no effect, or ""."""
     section, _, setting = name.rpartition(".")
     for key, functions in CHOICES.items():
-        settings = {setting for kind in functions.kinds for setting in kind.settings}
-        if not key.startswith(f"{section}.") or setting not in settings:
+        is_of_section = key.startswith(f"{section}.")
+        if not is_of_section or not any(setting in kind.settings for kind in functions.kinds):
             continue
         used = functions.settings_of(get_value(config, key))
         is_default = setting == "clip" and "clip_high" in used and config.actor.clip_high is None

@@ -107,18 +107,17 @@ def read_spec(module: ModuleType) -> EnvSpec:
             "TRL or verl works too: reward_fn = NAME"
         )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
-    schemas = [_tool_schema(tool) for tool in tools.values()]
     spec = EnvSpec(
-        reward_fns,
-        interact,
-        extract,
-        group_reward_fn,
-        run,
-        play,
-        make_env,
-        methods,
-        tools,
-        schemas,
+        reward_fns=reward_fns,
+        interact=interact,
+        extract=extract,
+        group_reward_fn=group_reward_fn,
+        run=run,
+        play=play,
+        make_env=make_env,
+        methods=methods,
+        tools=tools,
+        tool_schemas=[_tool_schema(tool) for tool in tools.values()],
     )
     for name, function in spec.functions().items():
         if name != "make_env":

@@ -134,9 +134,9 @@ def _read_bare_calls(text: str, names: set[str]) -> list[ToolCall]:
 
 def _end_of_reasoning(text: str, in_reasoning: bool) -> int:
     """Returns where the reasoning ends with which a turn begins, or the prompt has begun one."""
-    ends = [(text.find(mark), mark) for mark in REASONING.values() if mark in text]
     position = 0
     if in_reasoning:
+        ends = [(text.find(mark), mark) for mark in REASONING.values() if mark in text]
         position = min((place + len(mark) for place, mark in ends), default=len(text))
     while begun := next(
         (mark for mark in REASONING if text.startswith(mark, skip_space(text, position))), None

@@ -70,9 +70,7 @@ def _read_named_json(
 
     The closing mark must follow; `last_closing`, after all calls, may follow it.
     """
-    head = _match(name, text, start)
-    arguments, end = read_json_object(text, head.end())
-    call = to_call(next(filter(None, head.groups())).strip(), arguments)
+    call, end = _read_name_and_json(text, start, name)
     end = _expect(text, _skip(text, end, "```"), closing)
     return [call], _skip(text, end, last_closing)
 
@@ -126,9 +124,8 @@ def _read_mistral(text: str, start: int, schemas: Schemas, closing: str) -> Call
     """A list of calls, or NAME[ARGS]{...}, which may have [CALL_ID] and an id in between."""
     if JSON_START.match(text, start):
         return read_json_calls(text, start)
-    head = _match(MISTRAL_NAME, text, start)
-    arguments, end = read_json_object(text, head.end())
-    return [to_call(head[1], arguments)], end
+    call, end = _read_name_and_json(text, start, MISTRAL_NAME)
+    return [call], end
 
 
 def _read_gemma(text: str, start: int, _: Schemas, closing: str) -> Calls:
@@ -149,6 +146,13 @@ def _read_gemma(text: str, start: int, _: Schemas, closing: str) -> Calls:
         end += len(piece) + len('<|"|>')
     arguments = DECODER.decode("".join(as_json))
     return [to_call(name[1], arguments)], min(end, len(text))
+
+
+def _read_name_and_json(text: str, start: int, name: re.Pattern) -> tuple[ToolCall, int]:
+    """Returns a call whose name is the group that matches, and where its JSON ends."""
+    head = _match(name, text, start)
+    arguments, end = read_json_object(text, head.end())
+    return to_call(next(filter(None, head.groups())).strip(), arguments), end
 
 
 def _match(pattern: re.Pattern, text: str, start: int) -> re.Match:
