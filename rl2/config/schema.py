@@ -198,7 +198,7 @@ class WorkerConfig(ModelConfig):
     )
     lora_alpha: PositiveFloat = key(64.0, "adapters are scaled by lora_alpha / lora_rank")
     lora_targets: list[str] = key(
-        [], "names of the linear layers with adapters, e.g. [q_proj,v_proj]; not the head"
+        [], "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all"
     )
     adapter: str | None = key(
         None, "folder of LoRA adapters to train further, as peft and exports of rl2 write it"
@@ -368,7 +368,8 @@ class TeacherConfig:
         choices=("openai", "sglang"),
     )
     hint: str | None = key(
-        None, 'text that only the teacher reads, after the prompt; e.g. "The answer is {answer}."'
+        None,
+        'text that only the teacher reads, with columns of the row, e.g. "The answer is {answer}."',
     )
     kl: str = key(
         "sampled",
@@ -433,7 +434,7 @@ class RolloutConfig:
         None, "the reward part that is success, 1 or 0; by default the whole reward"
     )
     max_running: PositiveInt | None = key(
-        None, "sequences that an engine decodes at a time; 64, or 256 with SGLang on a GPU"
+        None, "sequences that an engine decodes at a time; 64, or 256 with SGLang and vLLM on a GPU"
     )
     env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
     env_concurrency: PositiveInt = key(
@@ -459,7 +460,7 @@ class RolloutConfig:
         {}, "other arguments of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
     )
     num_processes: NonNegativeInt = key(
-        0, "processes that only sample, the last ones; the others train on an earlier rollout"
+        0, "processes that only sample, while the others train on an earlier rollout; the last ones"
     )
     tp_size: PositiveInt = key(1, "GPUs that share an engine of SGLang")
     gpu_memory_utilization: Any = key(
@@ -606,7 +607,9 @@ class TrainerConfig:
         10, "stop after this many updates in a row without a finite gradient; null = never"
     )
     resume: str = key(
-        "auto", "auto, off, a checkpoint folder; force or force:FOLDER if the experiment differs"
+        "auto",
+        "auto, off, force or a checkpoint folder; force or force:FOLDER: also if the experiment "
+        "differs",
     )
     test_freq: PositiveInt | None = key(
         None, "steps between evaluations; by default only before and after training"
