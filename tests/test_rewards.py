@@ -361,3 +361,14 @@ def test_a_reply_of_one_repeated_token_is_read_in_linear_time(function, token):
     for end in ("", "x}", "</answer>", "7"):
         function(token * 20_000 + end)
     assert time.process_time() - start < 10
+
+
+@needs_math_verify
+def test_a_process_that_was_killed_is_replaced():
+    assert same_maths("y+x", "x+y")
+    processes = math_verify_processes()
+    assert 1 <= len(processes) <= maths.MAX_PROCESSES
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=60)
+    assert same_maths("y+2x", "2x+y")

@@ -64,10 +64,15 @@ def test_layouts_give_the_updates_of_one_process(folder, device):
     """Their gradients are clipped, so that a wrong sum shows in the norm."""
     launch(2, __file__, folder, folder / "out")
     expected = two_updates(folder, FAMILIES, share_prompts=False)
+    starts = {f: AutoModelForCausalLM.from_pretrained(folder / f).state_dict() for f in FAMILIES}
     for layout, results in torch.load(folder / "out").items():
         assert list(results) == families_of(layout)
         for family, result in results.items():
             assert_equal_steps(result, expected[family], (layout, family), 1e-4, 1e-3)
+            for key, weight in expected[family]["weights"].items():
+                error = (result["weights"][key] - weight).norm()
+                moved = (weight - starts[family][key]).norm()  # small tensors move by little
+                assert error <= 2e-3 * moved + 1e-7, (layout, family, key)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
