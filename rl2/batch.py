@@ -255,18 +255,10 @@ def split_minibatches(batch: Batch, count: int, seed: int) -> Iterator[Batch]:
 def drop_zero_advantages(batch: Batch) -> None:
     """Clears mask and token weights of the rows whose advantages are all 0: they are not run.
 
-    Every answer of their group earned the same. It is for losses that have no gradient there.
+    Every answer of their group earned the same. It is for losses that have no gradient there. The
+    weights of the other rows stay, so the loss is still the mean over all rows.
     """
-    assert batch.advantages is not None
-    leave_out(batch, ~batch.advantages.any(1))
-
-
-def leave_out(batch: Batch, rows: Tensor) -> None:
-    """Clears mask and token weights of the rows where `rows` [B] is true: they are not run.
-
-    The weights of the other rows stay, so the loss is still the mean over all rows.
-    """
-    assert batch.token_weights is not None
-    is_kept = ~rows[:, None]
+    assert batch.advantages is not None and batch.token_weights is not None
+    is_kept = batch.advantages.any(1, keepdim=True)
     batch.mask = batch.mask * is_kept
     batch.token_weights = batch.token_weights * is_kept

@@ -219,7 +219,7 @@ RUNS = [
     Run("dpo_hinge", (f"{DPO} dpo.loss=hinge",)),
     Run("dpo_lora", (f"{DPO} actor.lora_rank=4 actor.lr=0.03",)),
     Run("rm", (f"{RM} trainer.save_freq=2",)),
-    Run("rm_center", (f"{RM} rm.center=0.01 critic.sp_size=2",)),
+    Run("rm_sp", (f"{RM} critic.sp_size=2",)),
     Run("rm_lora", (f"{RM} critic.lora_rank=4",)),
 ]
 

@@ -150,7 +150,6 @@ def metrics_of_losses() -> set[str]:
         "target_margin": 0.0,
         "sft_coef": 0.1,
         "pair_margin": torch.zeros(2),
-        "center": 0.0,
     }
     found = {f"mismatch_{name}" for name in losses.rollout_mismatch(column, column, column)}
     found.remove("mismatch_ratio_squared")  # it becomes the effective sample size

@@ -20,7 +20,7 @@ from rl2.attention.pages import (
     queries_are_independent,
 )
 from rl2.batch import Sample, collate
-from rl2.config.exactness import choose_exactness
+from rl2.config.conditions import choose_exactness
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams

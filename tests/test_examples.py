@@ -231,7 +231,7 @@ def test_reward_model(tmp_path, monkeypatch):
     test_rows = [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)]
     write_jsonl(tmp_path / "test.jsonl", test_rows)
     rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
-    arguments = make_arguments(tmp_path, rows, "critic", "critic.lr=0.01", "rm.center=0.01")
+    arguments = make_arguments(tmp_path, rows, "critic", "critic.lr=0.01")
     launch(2, "-m", "rl2.trainer.rm", *arguments)
     lines = read_metrics(tmp_path / "run")
     # A new value head gives 0 to all replies.

@@ -74,7 +74,7 @@ WARNED = [  # (trainer, arguments, keys)
 
 @pytest.mark.parametrize(("trainer", "arguments", "keys"), WARNED)
 def test_what_is_easily_misunderstood_warns(monkeypatch, trainer, arguments, keys):
-    monkeypatch.setattr("rl2.config.combinations.is_installed", lambda package: True)
+    monkeypatch.setattr("rl2.config.combinations.installed_version", lambda package: "99")
     assert warning_keys(trainer, *arguments.split()) == keys
 
 

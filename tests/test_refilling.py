@@ -20,7 +20,7 @@ from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
 from rl2.rollout.play import Rollout
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.shape import add_length_penalty, add_overlong
+from rl2.rollout.shape import add_overlong
 from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
@@ -309,25 +309,6 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     assert wrong.reward == -0.2 and list(wrong.samples[0].rewards)[-1] == pytest.approx(-0.2)
     assert [t.is_rejected for t in filtered] == [True, True], "by the reward without the penalty"
     assert all(t.rewards["overlong"] == -0.2 for t in filtered), "the metric is of all groups"
-
-
-def test_the_length_penalty_is_higher_where_more_answers_succeed(tmp_path):
-    """ALP's formula with K = 2: a prompt that half of the answers solve, and one that none does."""
-    params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
-    shape = partial(add_length_penalty, coef=0.4, max_new_tokens=20, score=None)
-    options = {"shapes": [shape], "params": params}
-    collector = make_collector(tmp_path, [1, 0], {}, 2, **options)
-    collector.player.engine.lengths = {0: 18, 1: 10}
-    trajectories = collector.collect(1)
-    found = [(t.length, t.rewards["right"], t.rewards["length_penalty"]) for t in trajectories]
-    assert found == [
-        (length, right, pytest.approx(-0.4 * 0.5 * length / 20)) for length, right, _ in found
-    ]
-    assert [right for _, right, _ in found] == [1, 0, 0, 0]
-    assert len({length for length, _, _ in found}) > 1
-    collector = make_collector(tmp_path, [2], {}, 1, **options)
-    for trajectory in collector.collect(1):  # solved by both
-        assert trajectory.rewards["length_penalty"] == pytest.approx(-0.4 * trajectory.length / 20)
 
 
 def test_reward_weights_scale_the_parts_and_a_wrong_name_is_refused(tmp_path):

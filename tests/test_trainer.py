@@ -249,35 +249,6 @@ def test_two_processes_keep_the_best_evaluation_and_end_when_patience_is_over(se
     assert "all steps are done" in again.stdout and len(read_metrics(run)) == len(rewards)
 
 
-@pytest.mark.nightly
-def test_all_layouts_leave_out_the_same_answers(setup, tmp_path):
-    """The second pass over a rollout finds answers above the limit, whose update it still takes."""
-    layouts = {
-        "fsdp": "",
-        "sp": "actor.sp_size=2",
-        "micro_batches": "actor.max_length_per_device=80",
-    }
-    arguments = [
-        *setup,
-        "trainer.max_steps=2",
-        "actor.epochs_per_rollout=2",
-        "actor.skip_threshold=1.01",
-        "actor.skip=sample",
-        "actor.lr=0.001",
-    ]
-    runs = []
-    for name, layout in layouts.items():
-        runs.append(["ppo", *arguments, *layout.split(), f"trainer.save_dir={tmp_path / name}"])
-    launch_runs(2, runs)
-    lines = {name: read_metrics(tmp_path / name) for name in layouts}
-    for expected, *others in zip(*lines.values(), strict=True):
-        assert 0 < expected["actor/skipped_samples"] < 0.5 and expected["actor/skipped"] == 0
-        for line in others:
-            assert line["actor/skipped_samples"] == expected["actor/skipped_samples"]
-            for key in ("actor/loss", "actor/grad_norm", "actor/ratio"):
-                assert line[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
-
-
 def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
     """The env answers the first turn. The next run starts from the exported actor and optimizer."""
     interact = """

@@ -1,7 +1,6 @@
 """Compares every layout of the worker with a plain padded Hugging Face forward."""
 
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +32,6 @@ from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
 from rl2.run.checkpoints import export_optimizer
-from rl2.trainer.ppo import leave_out_moved
 from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -274,37 +272,6 @@ def test_muon_moves_no_weight_by_more_than_its_decay_without_a_gradient(tmp_path
     weights = full_weights(worker)
     assert not result.skipped and all(weight.isfinite().all() for weight in weights.values())
     assert any(not weights[key].equal(before[key]) for key in weights)
-
-
-def test_an_update_leaves_out_the_trajectories_that_have_moved(tmp_path, device):
-    """The update is that of a batch in which they weigh nothing, however the rows are split.
-
-    The two rows of trajectory 0 have the ratios e (9 tokens) and 1/e (10), so its mean 1.48 is
-    above the limit; trajectory 3 has e^0.5. In the second layout these two rows are in different
-    micro-batches.
-    """
-    name = make_model(tmp_path / "model")
-    norms = []
-    for changes in ({}, {"max_length_per_device": 32}):
-        worker = Worker(worker_config(name, share_prompts=False, **changes), device, False, 8)
-        batch = make_batch()
-        batch.trajectory = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])
-        batch.old_logps = worker.infer(batch).logps
-        batch.old_logps[0] -= 1
-        batch.old_logps[8] += 1
-        batch.old_logps[3] -= 0.5
-        batch.old_logps[4] -= 0.1
-        expected = replace(batch)
-        expected.token_weights = batch.token_weights.clone()
-        expected.token_weights[[0, 3, 8]] = 0
-        metrics = leave_out_moved(batch, worker, 1.2, temperature=1.0)
-        assert metrics == {"skipped_samples": 2 / 8}
-        assert torch.equal(batch.token_weights, expected.token_weights)
-        assert not batch.mask[[0, 3, 8]].any() and batch.mask[[1, 2, 4, 5, 6, 7]].any(1).all()
-        for part in (batch, expected):
-            norms.append(worker.update(part, policy_loss, with_entropy=True).grad_norm)
-            worker = Worker(worker_config(name, share_prompts=False, **changes), device, False, 8)
-    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
 
 
 def test_an_update_that_trains_no_token_leaves_the_weights(tmp_path, device):

@@ -107,20 +107,6 @@ def token_weights(
     return mask / (lengths.clamp(min=1)[row_index, None] * num_units)
 
 
-def trajectory_ratios(
-    logps: Tensor, old_logps: Tensor, mask: Tensor, trajectory: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns ([N], [B]): the mean ratio of each trajectory, and each row's place in the first.
-
-    The ratio of a token is exp(logp - old_logp), and the mean is over the trained tokens of all
-    rows of the trajectory. Without a trained token it is NaN, which is above no limit.
-    """
-    ids, row_index = trajectory.unique(return_inverse=True)
-    ratios = finite_exp(masked(mask, logps - old_logps)) * (mask > 0)
-    sums = sum_by_index(row_index, ratios.sum(1), len(ids))
-    return sums / sum_by_index(row_index, mask.sum(1).to(sums.dtype), len(ids)), row_index
-
-
 @dataclass(frozen=True)
 class PolicyInputs:
     """The input of a policy loss: a micro-batch of whole sequences.
@@ -680,22 +666,17 @@ def unpaired_loss(
     return (reply_loss(inputs) * row_weights).sum(), metrics
 
 
-def reward_loss(
-    values: Tensor, weights: Tensor, pair_margin: Tensor, center: float = 0.0
-) -> LossAndMetrics:
+def reward_loss(values: Tensor, weights: Tensor, pair_margin: Tensor) -> LossAndMetrics:
     """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
 
-    This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288), plus
-    center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is
-    the chosen and row 2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The
-    reward of a row is its value at the one column that has a weight. Metrics: those of
-    `pair_metrics`.
+    This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288). Row 2i is the chosen and row
+    2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The reward of a row is its
+    value at the one column that has a weight. Metrics: those of `pair_metrics`.
     """
     rewards = masked(weights, values).sum(1)
     weights_of_pairs, metrics = pair_metrics(rewards, weights)
     chosen, rejected = rewards[::2], rewards[1::2]
     losses = -logsigmoid(chosen - rejected - pair_margin[::2])
-    losses = losses + center * (chosen + rejected).square()
     return (losses * weights_of_pairs).sum(), metrics
 
 

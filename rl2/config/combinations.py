@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.adapters import sends_adapters
+from packaging.version import Version
+
 from rl2.config.conditions import (
     clips_to_sampler,
     compares_pairs,
@@ -21,15 +22,9 @@ from rl2.config.conditions import (
     needs_reference,
     needs_reference_point,
     policy_loss_needs,
-    weights_kl,
+    sends_adapters,
 )
-from rl2.config.engines import (
-    choose_engine,
-    has_gpu,
-    installed_version,
-    is_installed,
-    release_numbers,
-)
+from rl2.config.engines import choose_engine, has_gpu, installed_version
 from rl2.config.schema import DPOConfig, PPOConfig, WorkerConfig
 
 Row = tuple[str, str]
@@ -42,14 +37,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "quantize_base": ("lora_rank",),
     "min_lr_ratio": ("scheduler=linear", "scheduler=cosine"),
     "average_constant": ("average=constant",),
-    "skip": ("skip_threshold",),
     "rollout.max_staleness": ("rollout.partial", "rollout.num_processes"),
     "rollout.overlong_penalty": ("rollout.overlong_buffer",),
     "kl.coef": ("kl.type=loss", "kl.type=reward"),
     "kl.type": ("kl.coef",),
     "kl.reward_estimator": ("kl.type=reward",),
     "kl.loss_estimator": ("kl.type=loss",),
-    "kl.importance_weights": ("kl.type=loss",),
     "teacher": ("teacher.model_name", "teacher.base_url", "teacher.hint"),
     "trainer.patience": ("trainer.save_best",),
     "trainer.eval_only": ("data.test_path", "data.test_ratio"),
@@ -75,8 +68,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "trainer.save_best": ("trainer.eval_only", "trainer.rollouts_from"),
 }
 
-INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
-TORCH_OF_4_BITS = (2, 13)  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
+TORCH_OF_4_BITS = "2.13"  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
 
 
 def find_broken(config: Any) -> Iterator[Row]:
@@ -85,12 +77,9 @@ def find_broken(config: Any) -> Iterator[Row]:
     resume = trainer.resume
     if resume not in ("auto", "off", "force") and not is_folder(resume.removeprefix("force:")):
         yield "trainer.resume", "is no folder: choose auto, off, force or a checkpoint"
-    for service in ("tensorboard", "trackio"):
-        if service in trainer.loggers and not is_installed(service):
-            yield (
-                "trainer.loggers",
-                f"needs {service}, which is not installed: pip install {service}",
-            )
+    for service in ("tensorboard", "trackio"):  # a run goes on without wandb
+        if service in trainer.loggers and not installed_version(service):
+            yield "trainer.loggers", f"needs the package {service}: pip install {service}"
     best = trainer.save_best is not None
     if best and not (data.has_test_rows and trainer.test_freq):
         yield (
@@ -118,15 +107,14 @@ def find_broken_worker(name: str, worker: WorkerConfig) -> Iterator[Row]:
         yield f"{name}.betas", "has to be two rates, as [0.9,0.999]"
     if worker.optimizer_dir and not is_folder(worker.optimizer_dir):
         yield f"{name}.optimizer_dir", "is no folder"
-    if worker.lora_rank > 0 and not is_installed("peft"):
-        yield f"{name}.lora_rank", "needs peft, which is not installed: pip install peft"
-    key = f"{name}.quantize_base"
-    if worker.quantize_base:
-        torch = installed_version("torch") or "0"
-        if not is_installed("bitsandbytes"):
-            yield key, "needs bitsandbytes, which is not installed: pip install 'rl2[bitsandbytes]'"
-        if release_numbers(torch) < TORCH_OF_4_BITS:
-            yield key, f"needs torch 2.13 or later, and this is {torch}"
+    if worker.lora_rank > 0 and not installed_version("peft"):
+        yield f"{name}.lora_rank", "needs the package peft: pip install 'rl2[lora]'"
+    if worker.quantize_base and not installed_version("bitsandbytes"):
+        key = f"{name}.quantize_base"
+        yield key, "needs the package bitsandbytes: pip install 'rl2[bitsandbytes]'"
+    release = installed_version("torch") or "0"
+    if worker.quantize_base and Version(release) < Version(TORCH_OF_4_BITS):
+        yield f"{name}.quantize_base", f"needs torch {TORCH_OF_4_BITS}, and this is {release}"
 
 
 def find_broken_run(config: PPOConfig) -> Iterator[Row]:
@@ -190,12 +178,6 @@ def find_broken_loss(config: PPOConfig) -> Iterator[Row]:
             "actor.correction",
             f"has no place with actor.loss={actor.loss}, whose ratio is that to the engine's "
             "probabilities already: leave it out",
-        )
-    if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
-        yield (
-            "actor.correction_cap",
-            f"leaves nothing to train: actor.correction={actor.correction} masks all ratios "
-            "outside [1 / cap, cap]; the default is 2",
         )
     longest = config.rollout.train_sampling_params.max_new_tokens
     if actor.average == "constant" and actor.average_constant is None:
@@ -314,7 +296,7 @@ def find_misleading(config: PPOConfig) -> Iterator[Row]:
     if (
         config.kl.type == "loss"
         and config.kl.loss_estimator == "k1"
-        and not weights_kl(config.kl, config.actor.updates_per_step)
+        and config.actor.updates_per_step == 1
     ):
         yield ("kl.loss_estimator", "has no gradient on average in a loss: k2 has that of the KL")
 

@@ -6,6 +6,10 @@ and of reward models.
 
 from typing import Any
 
+from rl2.attention.pages import MIN_ROWS
+from rl2.config.engines import choose_engine, has_gpu
+from rl2.model.exact import Exactness
+
 
 def _declared(key: str, name: str) -> Any:
     """The declaration of the function that a key names; None if there is none.
@@ -58,13 +62,6 @@ def learns_full_kl_only(config: Any) -> bool:
     return has_full_kl(config) and bool(config.adv.estimator == "distillation")
 
 
-def weights_kl(kl: Any, updates_per_step: int) -> bool:
-    """Whether a KL term in the loss is weighted by the ratio to the policy that sampled."""
-    if kl.importance_weights is not None:
-        return bool(kl.importance_weights)
-    return updates_per_step > 1  # the later ones train another policy than the one that sampled
-
-
 def trains_new_rollouts(config: Any) -> bool:
     """Whether a run of PPO samples the answers that it trains on."""
     return not (config.trainer.eval_only or config.trainer.rollouts_from)
@@ -98,7 +95,7 @@ def needs_reference(config: Any) -> bool:
 def compares_pairs(config: Any) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
     if not has_section(config, "dpo"):
-        return has_section(config, "rm")
+        return not has_section(config, "actor")
     from rl2.algorithms.losses import UnpairedLoss  # imports torch, as above
 
     return not isinstance(_declared("dpo.loss", config.dpo.loss), UnpairedLoss)
@@ -112,3 +109,71 @@ def needs_reference_point(loss: str) -> bool:
 def has_section(config: Any, *names: str) -> bool:
     """Whether the config has one of these sections."""
     return any(hasattr(config, name) for name in names)
+
+
+def adapter_obstacle(config: Any) -> str | None:
+    """Why the engine of this config needs merged weights, in words; None if it does not."""
+    if config.actor.quantize_base:
+        return "the engine has read the files of the base, and the trainer's base is in 4 bits"
+    engine = choose_engine(config.rollout.engine)[0]
+    if engine != "local":
+        return f"{engine} is sent whole weights only; the embedded engine applies adapters"
+    if has_gpu() and not count_samplers(config):
+        return (
+            "the embedded engine gives its weights' memory of a GPU to the trainer in every step, "
+            "and is sent all of them again; it keeps them with rollout.num_processes"
+        )
+    return None
+
+
+def sends_adapters(config: Any) -> bool:
+    """Whether the engine applies LoRA's adapters, so that they alone are sent after an update."""
+    return bool(config.actor.lora_rank) and adapter_obstacle(config) is None
+
+
+def exact_obstacles(config: Any) -> list[str]:
+    """With what engine and trainer cannot have equal bits, and what to choose instead."""
+    actor, rollout, trainer = config.actor, config.rollout, config.trainer
+    obstacles = (
+        (has_gpu(), "a GPU", "CUDA_VISIBLE_DEVICES= hides it"),
+        (
+            choose_engine(rollout.engine)[0] != "local",
+            f"rollout.engine={rollout.engine}",
+            "set rollout.engine=local",
+        ),
+        (
+            rollout.max_running is not None and rollout.max_running < MIN_ROWS,
+            f"rollout.max_running={rollout.max_running}",
+            f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
+        ),
+        (rollout.partial, "rollout.partial=true", "older weights sample a part of its tokens"),
+        (
+            trainer.deterministic is False,
+            "trainer.deterministic=false",
+            "leave it out: the engine's calls have a constant shape then",
+        ),
+        (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
+        (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
+        (
+            actor.quantize_base is not None,
+            f"actor.quantize_base={actor.quantize_base}",
+            "the engine multiplies with merged weights",
+        ),
+        (
+            actor.lora_rank == 1 and actor.dtype != "bfloat16",
+            f"actor.lora_rank=1 and actor.dtype={actor.dtype}",
+            "set a rank of at least 2: float32 kernels of one column sum rows in other orders",
+        ),
+        (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
+    )
+    return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
+
+
+def choose_exactness(config: Any) -> Exactness:
+    """Returns what PPO's rollout.exact means for its actor, teacher and engine."""
+    if config.rollout.exact:
+        return Exactness.DEMANDED
+    if config.rollout.exact is not None or exact_obstacles(config):
+        return Exactness.OFF
+    has_other_weights = config.trainer.rollouts_from or count_samplers(config)
+    return Exactness.ASSUMED if has_other_weights else Exactness.TRIED

@@ -43,6 +43,10 @@ DROPPED = {
     "drop_solved": "rollout.filter=[0,1], which replaces solved prompts after they are sampled",
     "data.curriculum": "rollout.filter=[0,1], which replaces prompts that teach nothing",
     "data.curriculum_interval": "rollout.filter=[0,1], which replaces prompts that teach nothing",
+    "rm.center": "the rewards as they are: a pair trains their difference, which no mean changes",
+    "kl.importance_weights": "rl2 as it is: the weights are on with several updates a rollout",
+    "rollout.length_penalty": "a part of the reward that reward_fn(messages, num_tokens) returns",
+    "actor.skip": "actor.skip_threshold, which skips whole updates, or actor.off_policy_mask",
     "data.num_few_shot": "a file of data.few_shot with as many rows",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }

@@ -27,7 +27,7 @@ data.batch_size actor.model_name actor.fsdp_size actor.sp_size actor.max_length_
 actor.gradient_checkpointing actor.lora_rank actor.lr actor.update_per_rollout actor.loss actor.clip
 actor.average rollout.env_path rollout.max_turns rollout.engine rollout.num_processes
 rollout.train_sampling_params.temperature rollout.train_sampling_params.max_new_tokens
-rollout.filter kl.coef kl.type adv.estimator adv.norm_var dpo.beta dpo.loss rm.center
+rollout.filter kl.coef kl.type adv.estimator adv.norm_var dpo.beta dpo.loss
 trainer.experiment_name trainer.n_epochs trainer.max_steps trainer.save_dir trainer.save_freq
 trainer.resume trainer.test_freq
 """.split()

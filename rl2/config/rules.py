@@ -19,9 +19,14 @@ from rl2.config.combinations import (
     find_unclipped,
     find_unused,
 )
-from rl2.config.conditions import compares_pairs, count_samplers, loads_teacher, needs_critic
-from rl2.config.engines import check_divides, check_engine
-from rl2.config.exactness import exact_obstacles
+from rl2.config.conditions import (
+    compares_pairs,
+    count_samplers,
+    exact_obstacles,
+    loads_teacher,
+    needs_critic,
+)
+from rl2.config.engines import choose_engine, installation_problems
 from rl2.config.key_rules import check_choices, check_keys, non_default_keys, without_repeats
 from rl2.config.problem import Problem, unfit_value, wrong_value
 from rl2.config.schema import (
@@ -226,6 +231,46 @@ def find_base_warnings(config: Any, name: str, worker: WorkerConfig) -> Iterator
                 f"give their base as {name}.model_name, or leave {name}.adapter out"
             )
             yield wrong_value(f"{name}.adapter", worker.adapter, reason)
+
+
+def check_engine(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the engine can run here, on as many processes as it is given.
+
+    No engine spans two nodes, or processes that train and that sample.
+    """
+    rollout = config.rollout
+    engine = choose_engine(rollout.engine)[0]
+    for reason in installation_problems(engine):
+        yield wrong_value("rollout.engine", rollout.engine, reason)
+    params, tp_size = rollout.train_sampling_params, rollout.tp_size
+    is_cut = params.top_p < 1 or params.top_k != -1
+    if engine == "vllm" and is_cut and not config.trainer.eval_only:
+        reason = (
+            "vLLM does not tell which tokens top_p and top_k leave, so what it samples could not "
+            "be trained: set top_p=1 and top_k=-1, or rollout.engine=local"
+        )
+        yield wrong_value("rollout.train_sampling_params", params, reason)
+    if engine == "vllm" and tp_size > 1:
+        reason = "vLLM has one engine a process here: set 1, or rollout.engine=sglang"
+        yield wrong_value("rollout.tp_size", tp_size, reason)
+    if engine != "sglang":
+        return
+    num_samplers = count_samplers(config)
+    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 < num_samplers <= processes_per_node:  # else all engines are on the last node
+        yield from check_divides("rollout.tp_size", tp_size, processes_per_node, " of a node")
+    if num_samplers:
+        remark = " of rollout.num_processes"
+        yield from check_divides("rollout.tp_size", tp_size, num_samplers, remark)
+
+
+def check_divides(key: str, size: int, num_processes: int, remark: str = "") -> Iterator[Problem]:
+    """The problem of a size that does not divide the processes; the range is checked elsewhere."""
+    if size > 0 and num_processes % size:
+        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''}{remark}"
+        text = f"does not divide the {processes}: choose {', '.join(divisors)}"
+        yield unfit_value(key, size, text)
 
 
 def check_envs(config: PPOConfig) -> Iterator[Problem]:

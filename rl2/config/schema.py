@@ -318,11 +318,6 @@ class ActorConfig(RolloutWorkerConfig):
     skip_threshold: float | None = key(
         None, "skip an optimizer step if its mean ratio is above this, e.g. 10", above=1
     )
-    skip: str = key(
-        "update",
-        "what skip_threshold skips; sample: single answers, in an extra pass over them",
-        choices=("update", "sample"),
-    )
     entropy: NonNegativeFloat = key(0.0, "coefficient of an entropy bonus")
     log_entropy: bool = key(
         False, "log the policy's entropy; may need an extra pass over the answers"
@@ -501,9 +496,6 @@ class RolloutConfig:
         None, "tokens before max_new_tokens over which the reward falls (DAPO)"
     )
     overlong_penalty: PositiveFloat = key(1.0, "how much the reward has fallen at max_new_tokens")
-    length_penalty: NonNegativeFloat = key(
-        0.0, "what an answer of max_new_tokens loses where all answers to its prompt succeed (ALP)"
-    )
 
     @property
     def env_paths(self) -> dict[str, str]:
@@ -527,9 +519,6 @@ class KLConfig:
     reward_estimator: str = key("k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES)
     loss_estimator: str = key(
         "k2", "estimator with kl.type=loss; k2 has its gradient", choices=KL_ESTIMATOR_NAMES
-    )
-    importance_weights: bool | None = key(
-        None, "weight the loss's KL by the policy ratio; by default with several updates a step"
     )
 
 
@@ -569,13 +558,6 @@ class DPOLossConfig:
     undesirable_weight: NonNegativeFloat = key(1.0, "weight of undesirable replies in kto")
     sft_coef: NonNegativeFloat = key(
         0.0, "weight of an SFT loss on the chosen replies, which keeps them likely; e.g. 0.2"
-    )
-
-
-@dataclass
-class RewardLossConfig:
-    center: NonNegativeFloat = key(
-        0.0, "weight of a squared error that keeps the mean reward of pairs near 0; e.g. 0.01"
     )
 
 
@@ -670,7 +652,6 @@ class DPOConfig:
 class RMConfig:
     data: ExampleConfig = section(ExampleConfig, "the rows")
     critic: RewardModelConfig = section(RewardModelConfig, "the reward model that is trained")
-    rm: RewardLossConfig = section(RewardLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 

@@ -3,31 +3,12 @@
 Each shape is a function of all trajectories of the step, on every process.
 """
 
-import itertools
 from collections.abc import Callable
 
 from rl2.rewards.text import overlong_score
-from rl2.rollout.trajectory import Trajectory, mean_score, place_reward
+from rl2.rollout.trajectory import Trajectory, place_reward
 
 Shape = Callable[[list[Trajectory]], None]
-
-
-def add_length_penalty(
-    trajectories: list[Trajectory], coef: float, max_new_tokens: int, score: str | None
-) -> None:
-    """Adds the reward part `length_penalty`: -coef max(p, 1 / K) tokens / max_new_tokens.
-
-    p is the success of the K answers to the prompt, between 0 and 1, before anything is added:
-    each token costs more where the policy succeeds (ALP, arXiv:2506.05256). `score` is the part
-    that says success; None is the reward.
-    """
-    for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
-        members = [trajectory for trajectory in group if not trajectory.is_failed]
-        success = min(1.0, mean_score(members, score)) if members else 0.0
-        for trajectory in members:
-            price = coef * max(success, 1 / len(members))
-            share = trajectory.length / max_new_tokens
-            _add_part(trajectory, "length_penalty", -price * share)
 
 
 def add_overlong(

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl2.batch import Batch
-from rl2.config.adapters import sends_adapters
-from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl
+from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
 from rl2.config.rules import loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig, worker_names
 from rl2.model.load import FILES, HuggingFaceFiles
@@ -219,7 +218,7 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
         loss = partial(preference_loss, config.dpo)
         row_multiple = 2 if compares_pairs(config) else 1
     else:
-        loss, row_multiple = partial(reward_loss, config.rm.center), 2
+        loss, row_multiple = reward_loss, 2
     make_batch = partial(
         full_batch,
         worker,

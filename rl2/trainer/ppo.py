@@ -17,13 +17,12 @@ from torch import Tensor
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
-from rl2.batch import Batch, collate, drop_zero_advantages, leave_out, split_minibatches
+from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.conditions import (
     count_samplers,
     has_full_kl,
     has_teacher,
     learns_full_kl_only,
-    weights_kl,
 )
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
@@ -44,7 +43,6 @@ from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
 from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
 from rl2.trainer.recorder import is_due
-from rl2.worker import Worker
 
 
 def train(run: PPORun) -> None:
@@ -90,9 +88,6 @@ def train_step(run: PPORun, step: int) -> bool:
             part.token_weights = losses.token_weights(
                 part.mask, part.trajectory, actor.average, actor.average_constant, part.group
             )
-            left_out = {}
-            if actor.skip == "sample":
-                left_out = leave_out_moved(part, run.actor, actor.skip_threshold, temperature)
             loss_fn = partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef)
             if can_drop_rows(config):  # their passes would add nothing to the gradient
                 drop_zero_advantages(part)
@@ -101,10 +96,10 @@ def train_step(run: PPORun, step: int) -> bool:
                 loss_fn,
                 temperature,
                 with_entropy=needs_entropy(actor),
-                max_ratio=actor.skip_threshold if actor.skip == "update" else None,
+                max_ratio=actor.skip_threshold,
                 teacher=run.teacher_of_updates(),
             )
-            updates.append(result.to_log(part.token_weights.sum().item()) | left_out)
+            updates.append(result.to_log(part.token_weights.sum().item()))
         metrics |= average_updates("actor", updates)
 
         if run.critic is not None:
@@ -192,24 +187,6 @@ def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterat
     for epoch in range(config.epochs_per_rollout):
         seed = step * config.epochs_per_rollout + epoch
         yield from split_minibatches(batch, config.update_per_rollout, seed)
-
-
-def leave_out_moved(
-    part: Batch, worker: Worker, threshold: float, temperature: float
-) -> dict[str, float]:
-    """Leaves out the trajectories whose mean ratio is above `threshold`. Returns metrics.
-
-    The rows of a trajectory may be in several micro-batches, on several processes. So they are
-    scored before the update, and every process finds the same trajectories in every layout.
-    """
-    assert part.old_logps is not None
-    logps = worker.infer(part, temperature).logps
-    assert logps is not None
-    ratios, row_index = losses.trajectory_ratios(logps, part.old_logps, part.mask, part.trajectory)
-    has_moved = ratios > threshold
-    leave_out(part, has_moved[row_index])
-    num_trained = max(1, int((~ratios.isnan()).sum()))
-    return {"skipped_samples": has_moved.sum().item() / num_trained}
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
@@ -327,7 +304,7 @@ def actor_loss(
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
         estimate = losses.kl_estimate(logps, batch.ref_logps, kl.loss_estimator)
-        if weights_kl(kl, config.updates_per_step):
+        if config.updates_per_step > 1:  # the later ones train another policy than the sampler's
             estimate = losses.weighted_kl(estimate, inputs.log_ratio, kl.loss_estimator)
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term

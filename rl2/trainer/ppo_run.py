@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rl2.config.adapters import adapter_obstacle, sends_adapters
 from rl2.config.conditions import (
+    adapter_obstacle,
+    choose_exactness,
     clips_to_sampler,
     count_samplers,
     has_full_kl,
@@ -18,8 +19,8 @@ from rl2.config.conditions import (
     loads_teacher,
     needs_critic,
     needs_reference,
+    sends_adapters,
 )
-from rl2.config.exactness import choose_exactness
 from rl2.config.schema import (
     PPOConfig,
     RolloutConfig,
@@ -53,7 +54,7 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
-from rl2.rollout.shape import Shape, add_length_penalty, add_overlong
+from rl2.rollout.shape import Shape, add_overlong
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
@@ -469,9 +470,6 @@ def make_collector(
 def _choose_shapes(rollout: RolloutConfig) -> Iterator[Shape]:
     """What is added to the rewards of a step, in this order."""
     most = rollout.train_sampling_params.max_new_tokens
-    if coef := rollout.length_penalty:
-        score = rollout.score
-        yield partial(add_length_penalty, coef=coef, max_new_tokens=most, score=score)
     if buffer := rollout.overlong_buffer:
         penalty = rollout.overlong_penalty
         yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)

@@ -8,6 +8,7 @@ from rl2.config.help import answer_trainer
 if __name__ == "__main__":
     answer_trainer("rm")  # --help, before the imports below, which take seconds
 
+
 from functools import partial
 
 import torch
@@ -29,19 +30,18 @@ def train(run: OfflineRun) -> None:
     Every process holds the same `batch` and runs the same lines. The worker splits the work of
     `update` and `infer`.
     """
-    loss_fn = partial(reward_loss, run.config.rm.center)
     run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):
-            result = run.worker.update(batch, loss_fn, keep_groups_together=True)
+            result = run.worker.update(batch, reward_loss, keep_groups_together=True)
         if run.finish_step(step, batch, result):
             break
 
 
-def reward_loss(center: float, batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
+def reward_loss(batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
     """Bradley-Terry on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin, center)
+    return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin)
 
 
 def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
@@ -78,7 +78,7 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
     """Returns the loss on test rows, and its metrics."""
-    return run.measure_loss(partial(reward_loss, run.config.rm.center), test)
+    return run.measure_loss(reward_loss, test)
 
 
 def make_run(config: RMConfig) -> OfflineRun:

@@ -12,7 +12,7 @@ import torch
 from figures import record
 from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
 
-from rl2.config.engines import compiler_problems, cuda_home, installed_version, sglang_problems
+from rl2.config.engines import cuda_home, installation_problems
 from rl2.engine.sglang import cudart_folder
 
 PACKAGES = (
@@ -62,9 +62,9 @@ def sglang_facts():
     need_sglang()
     folder = cudart_folder()
     record(cuda_home=str(cuda_home()), cudart_folder=str(folder))
-    problems = [*sglang_problems(installed_version("sglang") or "0", has_float32_head=False)]
+    problems = [*installation_problems("sglang")]
     if not DRY:
-        problems += [*compiler_problems(), *_preload_problems(folder)]
+        problems += _preload_problems(folder)
     assert not problems, "; ".join(problems)
 
 

@@ -12,12 +12,7 @@ import torch
 import yaml
 from figures import Skip
 
-from rl2.config.engines import (
-    FIRST_WITH_FAST_HEAD,
-    VLLM_PACKAGES,
-    installed_version,
-    release_numbers,
-)
+from rl2.config.engines import VLLM_PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
@@ -58,12 +53,9 @@ def need_vllm() -> None:
 def sglang_args() -> dict:
     """Returns the arguments of SGLang's engine on this machine.
 
-    They come from SGLANG_ARGS. On a CPU, the arguments that SGLang needs there are added. Old
-    releases are asked for the precise head, so that all of them have one tolerance.
+    They come from SGLANG_ARGS. On a CPU, the arguments that SGLang needs there are added.
     """
     arguments: dict = {"max_total_tokens": 8192} if DRY else {}
-    if release_numbers(installed_version("sglang") or "0") < FIRST_WITH_FAST_HEAD:
-        arguments["enable_fp32_lm_head"] = True
     for word in os.environ.get("SGLANG_ARGS", "").split():
         key, _, value = word.partition("=")
         arguments[key] = yaml.safe_load(value)

@@ -19,9 +19,9 @@ from common import ROOT  # noqa: E402
 
 from rl2.engine.base import SamplingParams  # noqa: E402
 
-# One release before each change of the used functions. The server's arguments moved in 0.5.20.
-# Sessions of weight updates came in 0.5.21. "installed" is the newest release.
-RELEASES = ["0.5.15", "0.5.17", "0.5.20", "installed"]
+# The oldest, and one release before each change of the used functions: the server's arguments moved
+# in 0.5.20, and sessions of weight updates came in 0.5.21. "installed" is the newest release.
+RELEASES = ["0.5.17", "0.5.20", "installed"]
 OPTIONAL = {"begin_weight_update", "end_weight_update"}  # checked with hasattr
 OURS = ast.parse((ROOT / "rl2/engine/sglang.py").read_text())
 
