@@ -52,11 +52,11 @@ class Sweep(str):
 class Arguments:
     """What a command or a call of rl2.train sets."""
 
-    words: list[str] = field(default_factory=list)  # KEY=VALUE in Hydra's grammar
-    keys: dict[str, Any] = field(default_factory=dict)  # dotted, of a file or of Python code
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted
+    words: list[str] = field(default_factory=list)  # that Hydra reads: its own keys, and sweeps
     folder: str = ""  # where Hydra finds the files that `defaults` name; "" for nowhere else
     options: list[str] = field(default_factory=list)  # that Hydra answers itself, as --cfg job
-    set_keys: set[str] = field(default_factory=set)  # all of the two
+    set_keys: set[str] = field(default_factory=set)  # all keys but those of Hydra
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ def read_arguments(root: type, argv: list[str]) -> Arguments:
         is_whole = path.suffix in (".yaml", ".yml")  # exp.v2 is no whole name
         take_file(root, path if is_whole else path.with_name(f"{path.name}.yaml"), arguments)
     for word in options.overrides:
-        take_word(root, word, arguments, is_sweep=options.multirun)
+        take_word(root, word, arguments, is_multirun=options.multirun)
     for name, value in vars(options).items():
         if value and name not in READ_HERE:
             arguments.options.append(f"--{name.replace('_', '-')}")
@@ -116,27 +116,8 @@ def take_file(root: type, path: Path, arguments: Arguments) -> None:
     take_keys(root, kept, arguments, source=str(path))
 
 
-def take_keys(
-    root: type, values: dict[str, Any], arguments: Arguments, source: str = ""
-) -> Arguments:
-    """Adds the keys of a file or of Python code to the arguments, and what is wrong with them.
-
-    `source` is the file.
-    """
-    known = schema_keys(root)
-    for name, value in values.items():
-        if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
-            arguments.keys[name] = value
-        elif value is not None or name not in known or not known[name].is_section:
-            is_path = isinstance(value, str) and value.startswith("~/")
-            value = os.path.expanduser(value) if is_path else value
-            if target := take(root, name, value, arguments, source):
-                arguments.keys[target] = value
-    return arguments
-
-
-def take_word(root: type, word: str, arguments: Arguments, is_sweep: bool) -> None:
-    """Adds the word KEY=VALUE to the arguments, or what is wrong with it."""
+def take_word(root: type, word: str, arguments: Arguments, is_multirun: bool) -> None:
+    """Adds the word KEY=VALUE, in Hydra's grammar, to the arguments, or what is wrong with it."""
     key, _, text = word.lstrip("+").partition("=")
     if not key or "=" not in word:
         arguments.problems.append(general_problem(f"{word!r} sets no key: {LOOSE_REMEDY}"))
@@ -144,34 +125,47 @@ def take_word(root: type, word: str, arguments: Arguments, is_sweep: bool) -> No
     if key.startswith(("hydra.", "hydra/")):
         arguments.words.append(word)
         return
-    if text.startswith("~/"):  # Hydra takes no ~, and a shell leaves this one
-        text = quote(os.path.expanduser(text))
-    value, problem = read_value(key, text, is_sweep)
+    # Hydra takes no ~, and a shell leaves this one.
+    value, problem = (text, "") if text.startswith("~/") else read_value(key, text, is_multirun)
     if problem:
         arguments.problems.append(Problem(key, value, problem))
-    elif target := take(root, key, value, arguments):
-        is_entry = declared_key(target) != target or isinstance(value, dict)
-        sign = "++" if is_entry else ""  # Hydra asks for it, since an entry of a map is new
-        arguments.words.append(f"{sign}{target}={text}")
+    else:
+        take_keys(root, {key: value}, arguments)
 
 
-def take(root: type, name: str, value: Any, arguments: Arguments, source: str = "") -> str:
-    """Returns the key that `name` means; "" if that is not clear or the key takes no such value.
+def take_keys(
+    root: type, values: dict[str, Any], arguments: Arguments, source: str = ""
+) -> Arguments:
+    """Adds dotted keys to the arguments, and what is wrong with them.
 
-    What is wrong is added to the problems. A misspelled key is the one that it must mean, so that
-    no other problem follows from it.
+    A misspelled key is the one that it must mean, so that no other problem follows from it.
+    `source` is the file that has them.
     """
-    target, problem = find_target(root, name, value, arguments.folder)
-    if target and not isinstance(value, Sweep) and target != KEY:
-        if reason := explain_type(root, target, value):
-            problem = problem or f"{target}={show_value(value)}: {reason}"
-            target = ""
-    # A dropped section is one problem.
-    if problem and problem not in [other.text for other in arguments.problems]:
-        arguments.problems.append(Problem(name, value, problem, source))
-    if target:
-        arguments.set_keys.add(target)
-    return target
+    known = schema_keys(root)
+    for name, value in values.items():
+        if name == "defaults" or name.startswith("hydra."):  # what a file says to Hydra
+            arguments.keys[name] = value
+            continue
+        if value is None and name in known and known[name].is_section:  # empty in a file
+            continue
+        if isinstance(value, str) and value.startswith("~/"):
+            value = os.path.expanduser(value)
+        target, problem = find_target(root, name, value, arguments.folder)
+        if target and target != KEY and not isinstance(value, Sweep):
+            if reason := explain_type(root, target, value):
+                problem = problem or f"{target}={show_value(value)}: {reason}"
+                target = ""
+        # A dropped section is one problem.
+        if problem and problem not in [other.text for other in arguments.problems]:
+            arguments.problems.append(Problem(name, value, problem, source))
+        if target and isinstance(value, Sweep):
+            sign = "++" if declared_key(target) != target else ""  # an entry of a map is new
+            arguments.words.append(f"{sign}{target}={value}")
+        elif target:
+            arguments.keys[target] = value
+        if target:
+            arguments.set_keys.add(target)
+    return arguments
 
 
 @cache
@@ -192,7 +186,7 @@ def explain_type(root: type, name: str, value: Any) -> str:
     return ""
 
 
-def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
+def read_value(key: str, text: str, is_multirun: bool) -> tuple[Any, str]:
     """(the value of KEY=TEXT in Hydra's grammar; what is wrong with it, or "")."""
     remedy = f"if it is a text, quote it, as {shlex.quote(f'{key}={quote(text)}')}"
     if text.startswith(("[", "{")):
@@ -205,7 +199,7 @@ def read_value(key: str, text: str, is_sweep: bool) -> tuple[Any, str]:
         return override.value(), ""
     advice = f"--multirun runs a job for each; for a list write {key}=[{text}]; "
     problem = f"{key}={text} names several values, and a run has one: {advice}{remedy}"
-    return Sweep(text), "" if is_sweep else problem
+    return Sweep(text), "" if is_multirun else problem
 
 
 def quote(text: str) -> str:

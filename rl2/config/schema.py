@@ -471,7 +471,8 @@ class RolloutConfig:
         None, "equal log-probabilities in engine and trainer, to the bit; by default if possible"
     )
     check_weights: bool = key(
-        False, "compare the engine's weights with the trainer's after every step"
+        False,
+        "compare the engine's weights with the trainer's after every step, not the first",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
     test_sampling_params: TestSamplingConfig = section(

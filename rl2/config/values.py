@@ -44,7 +44,9 @@ def unflatten(values: dict[str, Any]) -> dict[str, Any]:
         *path, last = name.split(".")
         branch = tree
         for part in path:
-            branch = branch.setdefault(part, {})
+            if not isinstance(branch.get(part), dict):  # an entry of a map replaces a plain value
+                branch[part] = {}
+            branch = branch[part]
         branch[last] = value
     return tree
 
