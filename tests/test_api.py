@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import rl2
 from rl2.config.values import flatten, show_value
+from rl2.engine.local import LocalEngine
 from rl2.env.files import import_env_file
 from rl2.env.load import make_env
 from rl2.report import loggers
@@ -112,6 +113,23 @@ def unchanged_process():
     while list_activity() - activity_before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list_activity() - activity_before == set()
+
+
+# The weights of the engine.
+
+
+def test_a_weight_that_the_engine_lacks_after_the_first_update_ends_the_run(model, monkeypatch):
+    """At the start both sides have read the same files; only an update shows what is not sent."""
+    load_weights = LocalEngine.load_weights
+
+    def forget_one(engine, named_tensors, version):
+        old = engine.model.model.norm.weight.clone()
+        load_weights(engine, named_tensors, version)
+        engine.model.model.norm.weight.data.copy_(old)
+
+    monkeypatch.setattr(LocalEngine, "load_weights", forget_one)
+    with pytest.raises(RuntimeError, match=r"1 weights of the engine .*'model\.norm\.weight'"):
+        train_ppo(model, "forgetful")
 
 
 # The command line.

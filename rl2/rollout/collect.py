@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +12,6 @@ from rl2 import progress
 from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
-from rl2.report.health import Metrics
 from rl2.rollout.play import Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
@@ -103,11 +102,6 @@ class Collector:
     shapes: Sequence[Shape] = ()  # of the rewards
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
-
-    # The old policy of the loss is the actor before the update, and not the one that sampled: these
-    # are the same, up to the lag of partial rollouts.
-    clips_to_sampler = False
-    metrics: ClassVar[Metrics] = {}  # beside what the trajectories tell
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., of all processes on every process.

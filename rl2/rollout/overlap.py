@@ -10,8 +10,8 @@ The samplers do one after the other, and answer in the same order. So timing cha
 repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
 steps are requested; a checkpoint waits for them and holds them.
 
-`Samplers` is what the trainers see: it is their collector, engine and evaluator. `serve` is the
-loop of the samplers, which have the real ones.
+`Samplers` is what the trainers see, as sampling.py has it. `serve` is the loop of the samplers,
+which have the engines.
 """
 
 import pickle
@@ -188,6 +188,9 @@ class Samplers:
         """As `Engine.verify_weights`, in all engines; an error ends the job from there."""
         self._send_weights("verify_weights", named_tensors, version)
 
+    def wake(self) -> None:
+        """The samplers' engines do not sleep."""
+
     def _send_weights(self, verb: str, named_tensors: NamedTensors, version: int) -> None:
         self._send(verb, version)
         # While the samplers play, they take no weights, and the trainers go on.
@@ -237,7 +240,7 @@ class Serving:
         self,
         link: Link,
         collector: Collector,
-        evaluator: Evaluator | None,
+        evaluator: Evaluator,
         listen: Callable[[], Callable[[], bool]],
     ):
         """`listen` starts to listen for signals, and returns whether one has asked for a stop."""
@@ -276,7 +279,6 @@ class Serving:
         self._answer(RolloutAnswer(pickle.dumps(handover), state))
 
     def evaluate(self, step: int, version: int) -> None:
-        assert self.evaluator is not None
         self._answer(self.evaluator.evaluate(step, version))
 
     def load_weights(self, version: int) -> None:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
+from rl2.engine.base import NamedTensors
 from rl2.report.health import Metrics
 from rl2.rollout.trajectory import Trajectory, in_order
 
@@ -127,6 +128,26 @@ class SavedRollouts:
         # The start model sampled the first step of any run, and is the actor of ours then.
         self.clips_to_sampler = step > 1 or not self.has_same_model
         return trajectories
+
+    # There is no engine.
+
+    def begin(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        pass
+
+    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        pass
+
+    def evaluate(self, step: int, version: int) -> Metrics:
+        raise RuntimeError("no engine plays test rows: trainer.rollouts_from is set")
+
+    def close(self) -> None:
+        pass
 
     @property
     def rows_done(self) -> int:

@@ -68,7 +68,7 @@ def train_step(run: PPORun, step: int) -> bool:
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
-    metrics |= summarise_sources(trajectories, run.actor.version) | run.rollouts.metrics
+    metrics |= summarise_sources(trajectories, run.actor.version) | run.sampling.metrics
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
 
@@ -118,7 +118,7 @@ def train_step(run: PPORun, step: int) -> bool:
     # later one: the other processes have sampled the next one meanwhile.
     run.wait_for_samplers()
     with recorder.phase("sync"):
-        run.sync()
+        run.sync(step)
     return recorder.finish_step(
         step, metrics, to_records(trajectories, batch, run.tokens), run.tokens
     )
@@ -139,7 +139,7 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
     logs_entropy = actor.log_entropy and not needs_entropy(actor)
-    clips_to_sampler = run.rollouts.clips_to_sampler
+    clips_to_sampler = run.sampling.clips_to_sampler
     needs_pass = needs_old_logps(run.config) and not clips_to_sampler
     scores = TokenScores()
     if needs_pass or logs_entropy:

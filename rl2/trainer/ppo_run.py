@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from rl2 import cleanup
 from rl2.config.conditions import (
     adapter_obstacle,
     choose_exactness,
@@ -53,6 +54,7 @@ from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
+from rl2.rollout.sampling import Colocated, Sampling, close_engine
 from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
 from rl2.rollout.shape import Shape, add_overlong
 from rl2.rollout.trajectory import Trajectory
@@ -62,11 +64,7 @@ from rl2.run.signals import StopSignal
 from rl2.trainer.inputs import check_lora, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder
-from rl2.trainer.sampling import (
-    close_rollout,
-    end_with_run,
-    make_sampling_params,
-)
+from rl2.trainer.sampling import make_sampling_params
 from rl2.trainer.teacher import Hint, TeacherServer, connect
 from rl2.worker import Reference, Worker, make_lora_settings
 
@@ -168,23 +166,15 @@ class PPORun:
         self.actor = self.workers["actor"]
         self.critic = self.workers.get("critic")
         self.sends_adapters = sends_adapters(config)
-        self.engine: Engine | None = None  # of this process
-        self.samplers: Samplers | None = None  # the processes that have engines instead
-        self.evaluator: Evaluator | Samplers | None = None
-        self.rollouts: Collector | Samplers | SavedRollouts
-        plays_tests = bool(setup.tests)
+        self.sampling: Sampling
         if saved is not None:
-            self.rollouts = saved
+            self.sampling = saved
         elif setup.link is not None:
-            self.rollouts = self.samplers = self._make_samplers(setup.link, num_steps)
-            self.evaluator = self.samplers if plays_tests else None
+            self.sampling = self._make_samplers(setup.link, num_steps)
         else:
-            collector = self.rollouts = make_collector(setup, setup.prompts, num_steps)
-            self.engine = collector.player.engine
-            self.evaluator = make_evaluator(setup, collector) if plays_tests else None
-        # What gets the actor's weights; None with saved rollouts.
-        self.receiver: Engine | Samplers | None = self.engine or self.samplers
-        parts: Parts = {"data": self.rollouts}
+            collector = make_collector(setup, setup.prompts, num_steps)
+            self.sampling = Colocated(collector, make_evaluator(setup, collector))
+        parts: Parts = {"data": self.sampling}
         if config.kl.update_freq:
             parts["reference"] = self.moving_reference()
         self.recorder = Recorder(
@@ -194,7 +184,7 @@ class PPORun:
             parts,
             num_steps=num_steps,
             device=setup.device,
-            evaluate=self.evaluate if self.evaluator else None,
+            evaluate=self.evaluate if setup.tests and saved is None else None,
         )
 
     def _make_samplers(self, link: Link, num_steps: int) -> Samplers:
@@ -225,27 +215,20 @@ class PPORun:
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
-        if self.samplers:
-            self.samplers.begin()
-        if self.receiver:
-            # At the start both have read the same files, so their weights must agree to the bit.
-            actor = self.config.actor
-            if self.sends_adapters:  # which only the actor has drawn or read
-                self._send_adapters(self.receiver)
-                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
-            elif self.recorder.start_step > 0 or actor.adapter or actor.quantize_base:
-                # The actor has other weights than the files.
-                self.receiver.load_weights(self._iter_weights(), self.actor.version)
-            else:
-                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
+        self.sampling.begin()
+        actor = self.config.actor
+        if self.sends_adapters:  # which only the actor has drawn or read
+            self._send_weights()
+            self._verify_weights()
+        elif self.recorder.start_step > 0 or actor.adapter or actor.quantize_base:
+            self._send_weights()  # the actor has other ones than the files
+        else:  # both have read the same files, so they must agree to the bit
+            self._verify_weights()
         self.recorder.begin()
 
     def collect(self, step: int) -> list[Trajectory]:
-        """The trajectories of a step. The engine sleeps afterwards."""
-        trajectories = self.rollouts.collect(step)
-        if self.engine:
-            assert self.engine.version == self.actor.version, "the engine has other weights"
-            self.engine.sleep()
+        """The trajectories of a step. An engine in this process sleeps afterwards."""
+        trajectories = self.sampling.collect(step)
         if self.config.trainer.save_tokens and self.folder.is_first:
             self.tokens = pack_tokens(trajectories, self.meaning)
         return trajectories
@@ -277,30 +260,31 @@ class PPORun:
 
     def wait_for_samplers(self) -> None:
         """Waits for the rollout of the next step, with rollout.num_processes."""
-        if self.samplers:
+        if isinstance(self.sampling, Samplers):
             with self.recorder.phase("wait"):
-                self.samplers.wait()
+                self.sampling.wait()
 
     def _request_stop(self) -> None:
         """Ends the run after this step, since a sampler was asked to stop."""
         if self.recorder.stop_signal.requested_at is None:
             self.recorder.stop_signal.request()
 
-    def sync(self) -> None:
-        """Wakes the engine with the actor's weights, compared there if the config asks for it."""
-        if self.engine:
-            self.engine.wake()
-        if self.receiver:
-            if self.sends_adapters:
-                self._send_adapters(self.receiver)
-            else:
-                self.receiver.load_weights(self._iter_weights(), self.actor.version)
-            if self.config.rollout.check_weights:
-                self.receiver.verify_weights(self._iter_weights(), self.actor.version)
+    def sync(self, step: int) -> None:
+        """Wakes the engine with the actor's weights of `step`, and compares the first ones."""
+        self.sampling.wake()
+        self._send_weights()
+        if self.config.rollout.check_weights or step == self.recorder.start_step + 1:
+            self._verify_weights()
 
-    def _send_adapters(self, receiver: Engine | Samplers) -> None:
-        adapters = self.actor.iter_adapters(self.actor.dtype)
-        receiver.load_weights(adapters, self.actor.version)
+    def _send_weights(self) -> None:
+        """Sends the engine what an update has changed: all weights, or the adapters alone."""
+        actor = self.actor
+        dtype = actor.dtype
+        weights = actor.iter_adapters(dtype) if self.sends_adapters else self._iter_weights()
+        self.sampling.load_weights(weights, actor.version)
+
+    def _verify_weights(self) -> None:
+        self.sampling.verify_weights(self._iter_weights(), self.actor.version)
 
     def _iter_weights(self) -> NamedTensors:
         """All weights of the actor, whole; adapters are merged in unless they are sent apart."""
@@ -310,14 +294,12 @@ class PPORun:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
-        assert self.evaluator is not None
-        return self.evaluator.evaluate(step, self.actor.version)
+        return self.sampling.evaluate(step, self.actor.version)
 
     def close(self) -> None:
-        """Ends the engine and the environment."""
-        if self.samplers:
-            self.samplers.close()
-        close_rollout(self.engine, self.envs)
+        """Ends the engines and the environment."""
+        self.sampling.close()
+        close_envs(self.envs)
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
@@ -336,7 +318,7 @@ class SamplerRun:
         num_steps = count_steps(setup.prompts, setup.folder)
         collector = make_collector(setup, setup.prompts, num_steps)
         self.engine = collector.player.engine
-        evaluator = make_evaluator(setup, collector) if setup.tests else None
+        evaluator = make_evaluator(setup, collector)
         self.stop_signal = StopSignal(setup.device, setup.folder.checkpoints.newest)
         self.serving = Serving(setup.link, collector, evaluator, self._listen)
 
@@ -348,7 +330,8 @@ class SamplerRun:
     def run(self) -> None:
         """Serves the trainers until they close, and ends the engine and the environment."""
         serve(self.serving)
-        close_rollout(self.engine, self.envs)
+        close_engine(self.engine)
+        close_envs(self.envs)
         dist.destroy_process_group()
 
 
@@ -384,8 +367,14 @@ class EvaluationRun:
         log.close()
         if is_first_rank():
             print(self.evaluator.describe(metrics))
-        close_rollout(self.engine, self.envs)
+        close_engine(self.engine)
+        close_envs(self.envs)
         dist.destroy_process_group()
+
+
+def close_envs(envs: dict[str, Env]) -> None:
+    for env in envs.values():
+        env.close()
 
 
 def make_ppo_workers(
@@ -537,7 +526,9 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
     )
-    return end_with_run(make_engine(rollout.engine, settings))
+    engine = make_engine(rollout.engine, settings)
+    cleanup.register(engine.close, at_exit=False)  # also where the run fails
+    return engine
 
 
 def _choose_adapters(config: PPOConfig) -> LoraSettings | None:

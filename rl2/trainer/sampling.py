@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from rl2 import cleanup
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig, RolloutConfig, SamplingConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.rows import Rows
-from rl2.engine.base import Engine, SamplingParams
+from rl2.engine.base import SamplingParams
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
@@ -87,21 +86,6 @@ def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Pro
             )
             problems.append(wrong_value(key, ids, reason))
     return problems
-
-
-def end_with_run(engine: Engine) -> Engine:
-    """Closes the engine when the run ends, however it ends. `close_rollout` closes it before."""
-    cleanup.register(engine.close, at_exit=False)
-    return engine
-
-
-def close_rollout(engine: Engine | None, envs: dict[str, Env]) -> None:
-    """Closes an engine of `end_with_run`, if there is one, and the environments."""
-    if engine is not None:
-        cleanup.unregister(engine.close)
-        engine.close()
-    for env in envs.values():
-        env.close()
 
 
 def make_sampling_params(
