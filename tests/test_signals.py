@@ -41,6 +41,19 @@ def test_an_error_that_rl2_does_not_raise_keeps_its_traceback(fail, tmp_path, mo
     assert str(raised.value) in message and ".py, line " in message
 
 
+def test_ctrl_c_while_a_trainer_is_imported_ends_it_without_a_traceback():
+    code = (
+        "import time; from rl2.config.help import answer_trainer; answer_trainer('ppo');"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT and process.stderr.read() == b""
+
+
 def test_an_error_that_rl2_raises_is_one_message(capsys):
     with pytest.raises(SystemExit), user_errors():
         find_policy_loss("nope")

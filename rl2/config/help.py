@@ -4,6 +4,7 @@ It is answered before a trainer is imported, which takes seconds: nothing here i
 """
 
 import shutil
+import signal
 import sys
 import textwrap
 from typing import Any
@@ -39,10 +40,12 @@ HELP_COLUMN = 40  # where the explanations of the short help begin
 def answer_trainer(name: str) -> None:
     """Answers --help of the trainer `name`, such as ppo, and ends the program then.
 
-    Else from here on the process outlives the readers of its output.
+    Else from here on the process outlives the readers of its output, and Ctrl-C ends it without a
+    traceback, until the run listens to signals.
     """
     answer_help(TRAINER_CONFIGS[name], sys.argv[1:])
     outlive_readers(is_told=is_first_of_node())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def answer_help(root: type, argv: list[str]) -> None:
