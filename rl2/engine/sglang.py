@@ -4,10 +4,9 @@ The first rank of every `tp_size` ranks holds an engine. It starts SGLang's sche
 of its own, on the GPUs of that group of ranks. The other ranks of the group only pass their weights
 on to it.
 
-Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU. Which methods exist tells what differs
-between releases: sessions of updates, and checksums of weights, which older ones may lack. SGLang
-does not raise: it answers with (success, message, ...). The paths of a GPU (memory handles, memory
-saver) are written from SGLang's source and have not been run.
+Run with sglang 0.5.17, 0.5.20 and 0.5.23 on a CPU, and with 0.5.17 on one H100 (docs/gpus.md).
+Which methods exist tells what differs between releases: sessions of updates, and checksums of
+weights, which older ones may lack. SGLang does not raise: it answers with (success, message, ...).
 """
 
 import asyncio
