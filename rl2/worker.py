@@ -46,6 +46,8 @@ from rl2.run.checkpoints import export_optimizer, import_optimizer
 # the whole batch, so that the sums over all micro-batches and processes are the means that the user
 # asked for, however the batch is split.
 Loss = Callable[[Batch, TokenScores], tuple[Tensor, dict[str, Tensor]]]
+# Whether an update is skipped, from the metrics of its loss, summed over the whole batch.
+Skip = Callable[[dict[str, float]], bool]
 
 
 @dataclass
@@ -55,7 +57,7 @@ class UpdateResult:
     loss: float
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # no weight moved: the gradient was not finite, or the ratio above its limit
+    skipped: bool  # no weight moved: the gradient was not finite, or the loss asked for it
     # The share of the update that the compute weights show; None if no weight moved, or if the
     # compute weights are the trained ones.
     visible_update: float | None
@@ -215,13 +217,13 @@ class Worker:
         temperature: float = 1.0,
         with_entropy: bool = False,
         keep_groups_together: bool = False,
-        max_ratio: float | None = None,
+        skip: Skip | None = None,
         teacher: "Worker | None" = None,
     ) -> UpdateResult:
         """Takes one optimizer step on `batch`.
 
-        No weight moves if the mean of the metric ratio is above `max_ratio`. With `teacher`, whose
-        layout must be the same, the loss gets the scores `teacher_kl`.
+        No weight moves if `skip` says so. With `teacher`, whose layout must be the same, the loss
+        gets the scores `teacher_kl`.
 
         Neither the number of processes nor the micro-batches change the gradient, see `Loss`. With
         `keep_groups_together` the loss sees all rows of a group at once, one after the other.
@@ -256,9 +258,7 @@ class Worker:
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
-            weights: Any = batch.token_weights
-            skip = max_ratio is not None and sums["ratio"] > max_ratio * weights.sum().item()
-            norm, lr, skipped, visible_update = self._step(skip)
+            norm, lr, skipped, visible_update = self._step(skip is not None and skip(sums))
         mean_loss = sums.pop("loss")
         return UpdateResult(
             loss=mean_loss,

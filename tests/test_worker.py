@@ -1,6 +1,7 @@
 """Compares every layout of the worker with a plain padded Hugging Face forward."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -28,10 +29,12 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.attention import ring
+from rl2.config.schema import ActorConfig
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
 from rl2.run.checkpoints import export_optimizer
+from rl2.trainer.ppo import has_moved
 from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -339,7 +342,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
     assert any(not torch.equal(after[key], before[key]) for key in before)
 
 
-def test_an_update_whose_mean_ratio_is_above_the_limit_moves_nothing(tmp_path, device):
+def test_an_update_that_its_loss_skips_moves_nothing(tmp_path, device):
     name = make_model(tmp_path / "model")
     batch = make_batch()
     worker = Worker(worker_config(name, min_lr_ratio=0.5, scheduler="linear"), device, False, 4)
@@ -350,8 +353,10 @@ def test_an_update_whose_mean_ratio_is_above_the_limit_moves_nothing(tmp_path, d
         loss, metrics = policy_loss(rows, scores)
         return loss, {**metrics, "ratio": (3 * rows.token_weights).sum()}
 
-    def update(max_ratio):
-        return worker.update(batch, loss_with_ratio, with_entropy=True, max_ratio=max_ratio)
+    def update(limit):
+        config = ActorConfig(skip="update", skip_threshold=limit)
+        skip = partial(has_moved, config, batch)
+        return worker.update(batch, loss_with_ratio, with_entropy=True, skip=skip)
 
     result = update(2.9)
     assert result.skipped and worker.version == 0 and result.grad_norm > 0

@@ -96,7 +96,7 @@ def train_step(run: PPORun, step: int) -> bool:
                 loss_fn,
                 temperature,
                 with_entropy=needs_entropy(actor),
-                max_ratio=actor.skip_threshold,
+                skip=partial(has_moved, actor, part),
                 teacher=run.teacher_of_updates(),
             )
             updates.append(result.to_log(part.token_weights.sum().item()))
@@ -187,6 +187,12 @@ def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterat
     for epoch in range(config.epochs_per_rollout):
         seed = step * config.epochs_per_rollout + epoch
         yield from split_minibatches(batch, config.update_per_rollout, seed)
+
+
+def has_moved(config: ActorConfig, part: Batch, metrics: dict[str, float]) -> bool:
+    """Whether to skip the update on `part`: the mean ratio of its loss is above the limit."""
+    limit = config.skip_threshold
+    return limit is not None and metrics["ratio"] > limit * part.token_weights.sum().item()
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
