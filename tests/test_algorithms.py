@@ -22,7 +22,7 @@ from common import (
 )
 from torch.nn.functional import softplus
 
-from rl2.algorithms import advantages, losses, names
+from rl2.algorithms import losses, names
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     RewardPart,
@@ -381,15 +381,6 @@ def test_gae(seed, gamma, lamda):
     advantages, returns = gae(inputs_of(case, gamma=gamma, lamda=lamda))
     assert_cells(advantages, expected_advantages)
     assert_cells(returns, expected_returns)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
-    inputs = inputs_of(make_case(seed), gamma=0.9, lamda=0.95, norm_var=True)
-    at_once = gae(inputs)
-    monkeypatch.setattr(advantages, "TRAJECTORIES_AT_A_TIME", 2)
-    for column, expected in zip(gae(inputs), at_once, strict=True):
-        assert column.equal(expected)
 
 
 def test_whiten_one_token_or_none():

@@ -4,6 +4,7 @@ tests/test_key_rules.py has the dry call of the user's functions; tests/test_plu
 """
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ def typed(x: PolicyInputs):
 
 def with_default(x, power=1, **others):
     return -(x.advantages**power) * x.logps, {'logp': x.logps}
-
-def by_name(logps, advantages):
-    return -advantages * logps, {}
 
 declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
 
@@ -83,24 +81,34 @@ def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
     ("name", "message"),
     [
         ("custom.py:nothing", "custom.py has no function nothing; it has typed, with_default"),
-        ("custom.py:by_name", "it takes logps, advantages: write a function of one argument x"),
         ("custom.py:text", "has no function text"),
         ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
         ("none.py:f", "no such file none.py"),
-        ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
+        ("custom.py", "or your own as path/to/file.py:function"),
         (
             "ppo2",
             "choose ppo, gspo, cispo, dppo, reinforce, or your own as path/to/file.py:fun",
         ),
         ("broken.py:f", "fails on import:\nTraceback"),
+        (
+            "clips.py:f",
+            "PolicyLoss(settings=...) does not know clips: choose clip, clip_high, dual",
+        ),
+        ("values.py:f", "Estimator(needs=...) does not know value: choose rewards, reward_parts"),
     ],
 )
 def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, message):
     monkeypatch.chdir(users_file.parent)
-    (users_file.parent / "broken.py").write_text("1 / 0")
+    files = {
+        "broken": "1 / 0",
+        "clips": "from rl2.algorithms.losses import PolicyLoss\nf = PolicyLoss(print, ('clips',))",
+        "values": "from rl2.algorithms.advantages import Estimator\n"
+        "f = Estimator(print, needs=('value',))",
+    }
+    for file, text in files.items():
+        Path(f"{file}.py").write_text(text)
     with pytest.raises(ValueError) as raised:
         find_policy_loss(name)
-    assert str(raised.value).startswith(f"actor.loss={name}: ")
     assert message in str(raised.value)
 
 

@@ -175,6 +175,8 @@ def taken(x):
 def with_bonus(x):
     return -x.logps * x.advantages - 0.1 * x.logps, {}
 not_vanishing = PolicyLoss(with_bonus, vanishes_without_advantage=True)
+def by_name(logps, advantages):
+    return -advantages * logps, {}
 def leaves(x):
     raise SystemExit(0)
 def good(x):
@@ -188,8 +190,6 @@ no_returns = Estimator(differences, needs=("rewards", "values"))
 def typed_critic(x):
     return x.rewards - x.values, x.rewards
 declared_critic = Estimator(typed_critic, needs=("rewards", "values"))
-wrong_need = Estimator(typed_critic, needs=("rewards", "value"))
-wrong_setting = Estimator(typed_critic, needs=("rewards", "values"), settings=("clip",))
 
 def summed(x):
     return x.margin.sum()
@@ -215,15 +215,14 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
         ("ppo", "actor.loss", "wrong_shape", "(line 17 of own.py)"),
         ("ppo", "actor.loss", "taken", "another name for the metric 'loss'"),
+        ("ppo", "actor.loss", "by_name", "write a function of one argument x, which has all inp"),
         ("ppo", "actor.loss", "leaves", "fails: SystemExit: 0"),
         ("ppo", "actor.loss", "good", ""),
         ("ppo", "adv.estimator", "by_trajectory", "advantages of shape [4]"),
         ("ppo", "adv.estimator", "no_returns", "return (advantages, returns)"),
         ("ppo", "adv.estimator", "typed_critic", "declares Estimator(function, needs=...)"),
         ("ppo", "adv.estimator", "declared_critic", ""),
-        ("ppo", "adv.estimator", "wrong_need", "needs value (did you mean values?); there are gr"),
-        ("ppo", "adv.estimator", "wrong_setting", "the settings clip; there are gamma, lamda, no"),
-        ("dpo", "dpo.loss", "summed", "losses of shape [] for inputs of shape [3]"),
+        ("dpo", "dpo.loss", "summed", "losses of shape [] for inputs of shape [2]"),
         ("dpo", "dpo.loss", "good_pairs", ""),
         ("dpo", "dpo.loss", "good_replies", ""),
         ("dpo", "dpo.loss", "no_point", "declares UnpairedLoss(function, needs=...)"),

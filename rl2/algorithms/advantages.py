@@ -9,14 +9,11 @@ trajectories answer the same prompt. Finite values where the mask is 0 have no i
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rl2.algorithms.losses import masked, sum_by_index
-
-TRAJECTORIES_AT_A_TIME = 512  # in `gae`, which needs memory for them
+from rl2.algorithms.losses import Declaration, masked, sum_by_index
 
 
 @dataclass(frozen=True)
@@ -52,19 +49,28 @@ class AdvantageInputs:
         tokens have 0, so sums over turns can keep a place for them. A turn is a run of sampled
         tokens: before each turn stands text of the template or of the environment.
         """
-        return number_turns(self.mask, self.trajectory)
+        is_sampled = self.mask > 0
+        begins = is_sampled.clone()
+        begins[:, 1:] &= ~is_sampled[:, :-1]
+        ids, row_index = self.trajectory.unique(return_inverse=True)
+        counts = begins.sum(1)
+        # With the rows of each trajectory after each other, in order of time: the turns before a
+        # row, less those before the first row of its trajectory.
+        order = row_index.argsort(stable=True)
+        before = torch.zeros_like(counts).scatter(0, order, counts[order].cumsum(0) - counts[order])
+        of_trajectory = sum_by_index(row_index, counts, len(ids))
+        before -= (of_trajectory.cumsum(0) - of_trajectory)[row_index]
+        return (begins.cumsum(1) + before[:, None]) * is_sampled
 
 
-Need = Literal["rewards", "reward_parts", "group", "values", "old_logps", "teacher_logps"]
-AdvantageSetting = Literal["gamma", "lamda", "norm_var"]
 # The advantages [B, T], or (advantages, returns): the critic learns the returns. Where the mask is
 # 0, finite results have no influence.
 Advantages = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator, and what it declares to the config and the trainer.
+class Estimator(Declaration):
+    """Declares an advantage estimator.
 
     `needs` has consequences. "values" loads a critic, which learns the returns; "old_logps" scores
     the rollout before the update; "teacher_logps" requires a teacher. Without "rewards",
@@ -72,9 +78,9 @@ class Estimator:
     """
 
     compute: Callable[[AdvantageInputs], Advantages]
-    needs: tuple[Need, ...] = ("rewards",)
-    # The settings that it reads. The user may set no other.
-    settings: tuple[AdvantageSetting, ...] = get_args(AdvantageSetting)
+    settings: tuple[str, ...] = ("gamma", "lamda", "norm_var")
+    needs: tuple[str, ...] = ("rewards",)
+    all_needs = ("rewards", "reward_parts", "group", "values", "old_logps", "teacher_logps")
 
 
 def group_advantages(x: AdvantageInputs) -> Tensor:
@@ -179,28 +185,23 @@ def gae(x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     trajectory, which may be in its next sequence, and V after the last one is 0. `norm_var`
     whitens the advantages over the batch; the returns stay as they are.
     """
-    rewards, values, mask, trajectory = x.rewards, x.values, x.mask, x.trajectory
+    values = x.values
     assert values is not None
-    row_index = trajectory.unique(return_inverse=True)[1]
     # The rows of a trajectory follow each other in order of time.
-    order = row_index.argsort(stable=True)
+    rows = x.trajectory.argsort(stable=True)
+    sampled = x.mask[rows] > 0
+    # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9].
+    lengths = sum_by_trajectory(sampled, x.trajectory[rows])
+    on_line = torch.arange(int(lengths.max()), device=values.device) < lengths[:, None]
+    lines = values.new_zeros(on_line.shape)
+    line_rewards = lines.masked_scatter(on_line, x.rewards[rows].masked_select(sampled))
+    line_values = lines.masked_scatter(on_line, values[rows].masked_select(sampled))
+    cells = _discounted_sums(line_rewards, line_values, x.gamma, x.lamda).masked_select(on_line)
     advantages = torch.zeros_like(values)
-    first = 0
-    for count in row_index.bincount().split(TRAJECTORIES_AT_A_TIME):
-        rows = order[first : first + int(count.sum())]
-        first += len(rows)
-        sampled = mask[rows] > 0
-        # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9].
-        lengths = sum_by_trajectory(sampled, trajectory[rows])
-        on_line = torch.arange(int(lengths.max()), device=mask.device) < lengths[:, None]
-        lines = values.new_zeros(on_line.shape)
-        line_rewards = lines.masked_scatter(on_line, rewards[rows].masked_select(sampled))
-        line_values = lines.masked_scatter(on_line, values[rows].masked_select(sampled))
-        cells = _discounted_sums(line_rewards, line_values, x.gamma, x.lamda).masked_select(on_line)
-        advantages[rows] = lines.new_zeros(sampled.shape).masked_scatter_(sampled, cells)
-    returns = advantages + masked(mask, values)
+    advantages[rows] = lines.new_zeros(sampled.shape).masked_scatter_(sampled, cells)
+    returns = advantages + masked(x.mask, values)
     if x.norm_var:
-        advantages = whiten(advantages, mask)
+        advantages = whiten(advantages, x.mask)
     return advantages, returns
 
 
@@ -240,7 +241,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
         reinforce_plus_plus_baseline, needs=("rewards", "group"), settings=()
     ),
     "distillation": Estimator(distillation, needs=("old_logps", "teacher_logps"), settings=()),
-    "gae": Estimator(gae, needs=("rewards", "values"), settings=("gamma", "lamda", "norm_var")),
+    "gae": Estimator(gae, needs=("rewards", "values")),
 }
 
 
@@ -248,22 +249,6 @@ def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
     """The sum over each trajectory's rows of columns [B, T]: [N], trajectories ascending."""
     ids, row_index = trajectory.unique(return_inverse=True)
     return sum_by_index(row_index, columns.sum(1), len(ids))
-
-
-def number_turns(mask: Tensor, trajectory: Tensor) -> Tensor:
-    """The turns [B, T] of `AdvantageInputs.turns`."""
-    is_sampled = mask > 0
-    begins = is_sampled.clone()
-    begins[:, 1:] &= ~is_sampled[:, :-1]
-    ids, row_index = trajectory.unique(return_inverse=True)
-    counts = begins.sum(1)
-    # With the rows of each trajectory after each other, in order of time: the turns before a row,
-    # less those before the first row of its trajectory.
-    order = row_index.argsort(stable=True)
-    before = torch.zeros_like(counts).scatter(0, order, counts[order].cumsum(0) - counts[order])
-    of_trajectory = sum_by_index(row_index, counts, len(ids))
-    before -= (of_trajectory.cumsum(0) - of_trajectory)[row_index]
-    return (begins.cumsum(1) + before[:, None]) * is_sampled
 
 
 @dataclass(frozen=True)

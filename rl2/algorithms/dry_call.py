@@ -1,7 +1,7 @@
 """One call of a user's own function on small inputs, before any model loads.
 
 A wrong shape would otherwise end a run inside rl2, or be broadcast and train something else: a loss
-of one number ignores `actor.average`. Each function raises WrongResult.
+of one number ignores `actor.average`.
 """
 
 from typing import Any
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from rl2.algorithms.advantages import AdvantageInputs, Estimator, RewardPart
 from rl2.algorithms.losses import (
+    Declaration,
     PolicyInputs,
     PolicyLoss,
     PreferenceInputs,
-    PreferenceLoss,
-    UnpairedInputs,
     UnpairedLoss,
+    dpo_loss,
+    policy_loss,
+    unpaired_loss,
 )
 
 # Two prompts with two answers each, of which the second ones earn the same.
@@ -24,21 +26,31 @@ GROUP = torch.tensor([0, 0, 1, 1])
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])
 MASK = torch.tensor(
     [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 1, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
-)
-MASK = MASK.float()
+).float()
 LOGPS = -0.1 * (1 + torch.arange(MASK.numel()) % 7).view_as(MASK) * MASK
 TAKEN_METRICS = ("loss", "grad_norm", "lr", "skipped", "approx_kl", "kl", "entropy")
 
 
-class WrongResult(Exception):
+class WrongResult(ValueError):
     """What is wrong with the result of the user's function, and what to return."""
 
 
-def call_policy_loss(loss: PolicyLoss) -> None:
+def call_once(declared: Declaration) -> None:
+    """Raises WrongResult for what the function returns, or what the function raises."""
+    if isinstance(declared, Estimator):
+        _call_estimator(declared)
+        return
     logps = LOGPS.clone().requires_grad_()
+    ref_logps = LOGPS - 0.2 * MASK
     advantages = (REWARDS - torch.tensor([0.5, 0.5, 1.0, 1.0]))[:, None] * MASK
-    returned: Any = loss.compute(
-        PolicyInputs(
+
+    def compute(x: Any) -> Any:
+        returned = declared.compute(x)
+        _check_losses(declared, x, returned)
+        return returned
+
+    if isinstance(declared, PolicyLoss):
+        inputs = PolicyInputs(
             logps=logps,
             old_logps=LOGPS - 0.1 * MASK,
             engine_logps=LOGPS - 0.1 * MASK,
@@ -48,27 +60,50 @@ def call_policy_loss(loss: PolicyLoss) -> None:
             trajectory=torch.arange(len(MASK)),
             clip=0.2,
             clip_high=0.2,
-            ref_logps=LOGPS - 0.2 * MASK if "ref_logps" in loss.needs else None,
-            ages=MASK if "ages" in loss.needs else None,
+            ref_logps=ref_logps if "ref_logps" in declared.needs else None,
+            ages=MASK if "ages" in declared.needs else None,
         )
-    )
-    remedy = "return (losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
-    losses, metrics = _pair(returned, remedy)
-    gradient = _gradient(losses, logps, remedy)
-    if loss.vanishes_without_advantage and gradient[advantages == 0].any():
+        total, _ = policy_loss(compute, inputs, MASK)
+    else:
+        columns = (logps, ref_logps if declared.needs else None, MASK, MASK)
+        if isinstance(declared, UnpairedLoss):
+            point = 0.2 * REWARDS if "reference_point" in declared.needs else None
+            total, _ = unpaired_loss(compute, *columns, REWARDS, point, beta=0.1)
+        else:
+            total, _ = dpo_loss(compute, *columns, beta=0.1, label_smoothing=0.0)
+    [gradient] = torch.autograd.grad(total, logps, materialize_grads=True)
+    if not gradient.isfinite().all():
+        raise WrongResult(
+            "its gradient is not finite, such as that of a root at 0, also where the mask is 0"
+        )
+    vanishes = isinstance(declared, PolicyLoss) and declared.vanishes_without_advantage
+    if vanishes and gradient[advantages == 0].any():
         raise WrongResult(
             "it has a gradient in tokens of advantage 0, so do not declare "
             "vanishes_without_advantage: rows of such tokens would not be trained"
         )
-    if not isinstance(metrics, dict):
-        raise WrongResult(f"it returned metrics of type {type(metrics).__name__}: {remedy}")
+
+
+def _check_losses(declared: Declaration, x: Any, returned: Any) -> None:
+    """WrongResult unless the function returns what a loss of these inputs has to."""
+    like = x.chosen_logps if isinstance(x, PreferenceInputs) else x.logps
+    metrics: dict[Any, Any] = {}
+    remedy = "return the loss of each pair [P], or of each labelled reply [R]"
+    if isinstance(declared, PolicyLoss):
+        remedy = (
+            "return (losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
+        )
+        returned, metrics = _pair(returned, remedy)
+    _check(returned, like, "losses", remedy)
+    if not returned.requires_grad:
+        raise WrongResult("its losses have no gradient: they have to depend on the logps")
     for name, values in metrics.items():
         if name in TAKEN_METRICS or not isinstance(name, str):
             raise WrongResult(f"choose another name for the metric {name!r}, which rl2 logs itself")
-        _check(values, MASK, f"the metric {name}", remedy)
+        _check(values, like, f"the metric {name}", remedy)
 
 
-def call_estimator(estimator: Estimator) -> None:
+def _call_estimator(estimator: Estimator) -> None:
     needs = estimator.needs
     last = MASK.cumsum(1).argmax(1, keepdim=True)
     returned: Any = estimator.compute(
@@ -94,42 +129,6 @@ def call_estimator(estimator: Estimator) -> None:
     _check(returned, MASK, "advantages", remedy)
 
 
-def call_preference_loss(loss: PreferenceLoss) -> None:
-    logps = torch.tensor([[-1.5, -2.25, -0.9], [-2.0, -2.0, -1.0]], requires_grad=True)
-    chosen, rejected = logps
-    losses = loss.compute(
-        PreferenceInputs(
-            chosen_logps=chosen,
-            rejected_logps=rejected,
-            chosen_length=torch.tensor([4.0, 5.0, 3.0]),
-            rejected_length=torch.tensor([5.0, 4.0, 3.0]),
-            beta=0.1,
-            label_smoothing=0.0,
-            target_margin=0.5,
-            chosen_gain=chosen + 1.6 if loss.needs else None,
-            rejected_gain=rejected + 1.6 if loss.needs else None,
-        )
-    )
-    _gradient(losses, logps, "return the loss of each pair [P]", like=chosen)
-
-
-def call_unpaired_loss(loss: UnpairedLoss) -> None:
-    logps = torch.tensor([-1.5, -2.25, -0.9], requires_grad=True)
-    losses = loss.compute(
-        UnpairedInputs(
-            logps=logps,
-            length=torch.tensor([4.0, 5.0, 3.0]),
-            label=torch.tensor([True, False, True]),
-            beta=0.1,
-            desirable_weight=1.0,
-            undesirable_weight=1.0,
-            gain=logps + 1.6 if loss.needs else None,
-            reference_point=torch.full((3,), 0.2) if "reference_point" in loss.needs else None,
-        )
-    )
-    _gradient(losses, logps, "return the loss of each reply [R]")
-
-
 def _pair(returned: Any, remedy: str) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
@@ -145,16 +144,3 @@ def _check(values: Any, like: Tensor, what: str, remedy: str) -> None:
         raise WrongResult(f"it returned {what} of shape {shapes}: {remedy}")
     if not values.isfinite().all():
         raise WrongResult(f"it returned {what} that are not finite: {remedy}")
-
-
-def _gradient(losses: Any, logps: Tensor, remedy: str, like: Tensor | None = None) -> Tensor:
-    """The gradient of the losses, which have the shape of `like`, in logps. WrongResult without."""
-    _check(losses, logps if like is None else like, "losses", remedy)
-    if not losses.requires_grad:
-        raise WrongResult("its losses have no gradient: they have to depend on the logps")
-    [gradient] = torch.autograd.grad(losses.sum(), logps, materialize_grads=True)
-    if not gradient.isfinite().all():
-        raise WrongResult(
-            "its gradient is not finite, such as that of a root at 0, also where the mask is 0"
-        )
-    return gradient

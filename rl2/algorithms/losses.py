@@ -9,7 +9,7 @@ value of the whole. Finite values where mask or weights are 0 have no influence,
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,30 @@ def sum_by_index(index: Tensor, values: Tensor, num: int) -> Tensor:
 def finite_exp(exponent: Tensor) -> Tensor:
     """e^x, finite for any finite x. A clipped infinite ratio would have the gradient 0 * inf."""
     return exponent.clamp(max=LARGEST_EXPONENT).exp()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A loss or an estimator, and what it declares to the config and the trainer.
+
+    ValueError for settings or needs that do not exist.
+    """
+
+    compute: Callable[[Any], Any]  # of one argument, which has all inputs
+    # The settings that it reads, by default all of its kind. The user may set no other.
+    settings: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # the inputs that take work
+    all_needs: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        kind = type(self)
+        _check_names(f"{kind.__name__}(settings=...)", self.settings, kind.settings)
+        _check_names(f"{kind.__name__}(needs=...)", self.needs, kind.all_needs)
+
+
+def _check_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"{what} does not know {', '.join(unknown)}: choose {', '.join(known)}")
 
 
 # KL estimates, of d = logp - ref_logp.
@@ -137,20 +161,17 @@ class PolicyInputs:
         return masked(self.mask, self.logps - self.old_logps.detach())
 
 
-PolicyNeed = Literal["ref_logps", "ages"]
-PolicySetting = Literal["clip", "clip_high", "dual_clip"]
 TokenLosses = tuple[Tensor, Metrics]  # [b, T] each
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss, and what it declares to the config and the trainer."""
+class PolicyLoss(Declaration):
+    """Declares a policy loss."""
 
     compute: Callable[[PolicyInputs], TokenLosses]
-    # The settings that it reads. The user may set no other.
-    settings: tuple[PolicySetting, ...] = get_args(PolicySetting)
+    settings: tuple[str, ...] = ("clip", "clip_high", "dual_clip")
     # "ref_logps" loads a reference model; "ages" refuses trainer.rollouts_from.
-    needs: tuple[PolicyNeed, ...] = ()
+    all_needs = ("ref_logps", "ages")
     # Its ratio is that to the engine's probabilities. actor.correction would count it twice.
     corrects_mismatch: bool = False
     # A token of advantage 0 has no gradient, whatever its log-probability is. Then rows without an
@@ -225,12 +246,8 @@ def reinforce(x: PolicyInputs) -> TokenLosses:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(
-        ppo, settings=("clip", "clip_high", "dual_clip"), vanishes_without_advantage=True
-    ),
-    "gspo": PolicyLoss(
-        gspo, settings=("clip", "clip_high", "dual_clip"), vanishes_without_advantage=True
-    ),
+    "ppo": PolicyLoss(ppo, vanishes_without_advantage=True),
+    "gspo": PolicyLoss(gspo, vanishes_without_advantage=True),
     "cispo": PolicyLoss(cispo, settings=("clip_high",), vanishes_without_advantage=True),
     "dppo": PolicyLoss(
         dppo,
@@ -325,18 +342,12 @@ def geometric_mask(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
 
 
-IMPORTANCE_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "token_tis": truncated_weights,
-    "token_mask": masked_weights,
-    "sequence_mask": sequence_masked_weights,
-    "geometric_mask": geometric_mask,
-}
-# TRL's for the product over a sequence, and the one in use for single tokens.
-DEFAULT_CAPS = {
-    "token_tis": 2.0,
-    "token_mask": 2.0,
-    "sequence_mask": 3.0,
-    "geometric_mask": 2.0,
+# With the default cap: TRL's for the product over a sequence, and the one in use for single tokens.
+IMPORTANCE_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor, float], Tensor], float]] = {
+    "token_tis": (truncated_weights, 2.0),
+    "token_mask": (masked_weights, 2.0),
+    "sequence_mask": (sequence_masked_weights, 3.0),
+    "geometric_mask": (geometric_mask, 2.0),
 }
 
 
@@ -345,12 +356,11 @@ def importance_weights(
 ) -> Tensor:
     """The factor [B, T] of each token's loss, by the correction `kind`. It has no gradient.
 
-    `cap` is that of DEFAULT_CAPS if it is None.
-
     It is computed from the policy that starts the update, never from the current log-probabilities.
     """
+    correction, default_cap = IMPORTANCE_CORRECTIONS[kind]
     log_rho = masked(mask, old_logps - engine_logps).detach()
-    return IMPORTANCE_CORRECTIONS[kind](log_rho, mask, cap or DEFAULT_CAPS[kind])
+    return correction(log_rho, mask, cap or default_cap)
 
 
 def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:
@@ -440,18 +450,14 @@ class PreferenceInputs:
         return self.rejected_logps / self.rejected_length
 
 
-PreferenceNeed = Literal["ref_logps"]
-PreferenceSetting = Literal["beta", "label_smoothing", "target_margin"]
-
-
 @dataclass(frozen=True)
-class PreferenceLoss:
-    """A preference loss, and what it declares to the config and the trainer."""
+class PreferenceLoss(Declaration):
+    """Declares a preference loss. The user may always set beta, which metrics use too."""
 
     compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P]
-    # The settings that it reads. The user may set no other, except beta, which metrics use too.
-    settings: tuple[PreferenceSetting, ...] = get_args(PreferenceSetting)
-    needs: tuple[PreferenceNeed, ...] = ("ref_logps",)  # without it, no reference model is loaded
+    settings: tuple[str, ...] = ("beta", "label_smoothing", "target_margin")
+    needs: tuple[str, ...] = ("ref_logps",)  # without it, no reference model is loaded
+    all_needs = ("ref_logps",)
 
 
 def sigmoid(x: PreferenceInputs) -> Tensor:
@@ -518,19 +524,15 @@ class UnpairedInputs:
     reference_point: Tensor | None = None
 
 
-UnpairedNeed = Literal["ref_logps", "reference_point"]
-UnpairedSetting = Literal["beta", "desirable_weight", "undesirable_weight"]
-
-
 @dataclass(frozen=True)
-class UnpairedLoss:
-    """A loss of labelled replies, and what it declares to the config and the trainer."""
+class UnpairedLoss(Declaration):
+    """Declares a loss of labelled replies. The user may always set beta, which metrics use too."""
 
     compute: Callable[[UnpairedInputs], Tensor]  # the loss of each reply [R]
-    # The settings that it reads. The user may set no other, except beta, which metrics use too.
-    settings: tuple[UnpairedSetting, ...] = get_args(UnpairedSetting)
+    settings: tuple[str, ...] = ("beta", "desirable_weight", "undesirable_weight")
     # Each loads a reference model. "reference_point" also scores mismatched replies in each step.
-    needs: tuple[UnpairedNeed, ...] = get_args(UnpairedNeed)
+    needs: tuple[str, ...] = ("ref_logps", "reference_point")
+    all_needs = ("ref_logps", "reference_point")
 
 
 def kto(x: UnpairedInputs) -> Tensor:
@@ -552,7 +554,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss | UnpairedLoss] = {
     "hinge": PreferenceLoss(hinge, settings=("beta",)),
     "simpo": PreferenceLoss(simpo, settings=("beta", "target_margin"), needs=()),
     "orpo": PreferenceLoss(orpo, settings=("beta",), needs=()),
-    "kto": UnpairedLoss(kto, settings=("beta", "desirable_weight", "undesirable_weight")),
+    "kto": UnpairedLoss(kto),
 }
 
 

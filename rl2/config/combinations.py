@@ -167,7 +167,7 @@ def find_broken_loss(config: PPOConfig) -> Iterator[Row]:
     """What is refused in PPO's loss and its KL term."""
     actor, kl = config.actor, config.kl
     needs = estimator_needs(config.adv.estimator)
-    if kl.type == "reward" and needs and "rewards" not in needs:
+    if kl.type == "reward" and "rewards" not in needs:
         yield (
             "kl.type",
             f"has no effect with adv.estimator={config.adv.estimator}, which takes no rewards: "

@@ -12,18 +12,15 @@ from rl2.model.exact import Exactness
 
 
 def _declared(key: str, name: str) -> Any:
-    """The declaration of the function that a key names; None if there is none.
-
-    The check of choices reports it then.
-    """
+    """The declaration of the function that a key names."""
     from rl2.algorithms.find import CHOICES  # imports torch; --help does not come here
 
     return CHOICES[key].look_up(name)
 
 
 def estimator_needs(estimator: str) -> tuple[str, ...]:
-    """What the estimator needs; () if there is no such one."""
-    return getattr(_declared("adv.estimator", estimator), "needs", ())
+    """What the estimator needs."""
+    return tuple(_declared("adv.estimator", estimator).needs)
 
 
 def needs_critic(estimator: str) -> bool:
@@ -33,12 +30,12 @@ def needs_critic(estimator: str) -> bool:
 
 def corrects_mismatch(loss: str) -> bool:
     """Whether the policy loss takes its ratio to the engine's probabilities."""
-    return getattr(_declared("actor.loss", loss), "corrects_mismatch", False)
+    return bool(_declared("actor.loss", loss).corrects_mismatch)
 
 
 def policy_loss_needs(loss: str) -> tuple[str, ...]:
-    """What the policy loss needs; () if there is no such one."""
-    return getattr(_declared("actor.loss", loss), "needs", ())
+    """What the policy loss needs."""
+    return tuple(_declared("actor.loss", loss).needs)
 
 
 def has_teacher(config: Any) -> bool:
@@ -103,7 +100,7 @@ def compares_pairs(config: Any) -> bool:
 
 def needs_reference_point(loss: str) -> bool:
     """Whether the preference loss compares with an estimate of KL(policy || reference)."""
-    return "reference_point" in getattr(_declared("dpo.loss", loss), "needs", ())
+    return "reference_point" in _declared("dpo.loss", loss).needs
 
 
 def has_section(config: Any, *names: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
+from rl2.algorithms.find import CHOICES
 from rl2.config.combinations import EXCLUDES, NEEDS
 from rl2.config.conditions import corrects_mismatch
 from rl2.config.engines import choose_engine
@@ -28,21 +28,18 @@ def check_choices(config: Any) -> list[Problem]:
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         if key.functions:
-            problems += function_problems(name, value, CHOICES[name])
+            try:
+                CHOICES[name].check(value)
+            except ValueError as error:
+                algorithm = explain_algorithm(value)
+                hint = f"{algorithm}; or " if algorithm else ""
+                problems.append(wrong_value(name, value, f"{hint}{error}"))
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
                 choices = [*key.choices, "a number"] if float in key.types else key.choices
                 problems.append(wrong_value(name, value, f"choose {', '.join(choices)}"))
     return problems
-
-
-def function_problems(name: str, value: str, functions: Choices[Any]) -> Iterator[Problem]:
-    """What is wrong with the function that a key names; for a published algorithm, its keys."""
-    algorithm = explain_algorithm(value)
-    hint = f"{algorithm}; or " if algorithm else ""
-    for problem in functions.problems(value):
-        yield wrong_value(name, value, hint + problem)
 
 
 def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
@@ -110,7 +107,7 @@ def derive_keys(config: Any, set_keys: set[str]) -> None:
             worker.lr = round(LORA_LR_FACTOR * worker.lr, 12)
     if hasattr(config, "adv"):
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
-        is_read = "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator)
+        is_read = "norm_var" in CHOICES["adv.estimator"].look_up(config.adv.estimator).settings
         if is_read and config.adv.norm_var is None:
             config.adv.norm_var = config.adv.estimator == "gae"
         if config.actor.correction is None:
@@ -187,7 +184,7 @@ def explain_setting(config: Any, name: str) -> str:
         is_of_section = key.startswith(f"{section}.")
         if not is_of_section or not any(setting in kind.settings for kind in functions.kinds):
             continue
-        used = functions.settings_of(get_value(config, key))
+        used = functions.look_up(get_value(config, key)).settings
         is_default = setting == "clip" and "clip_high" in used and config.actor.clip_high is None
         if setting not in used and not is_default:
             users = [
