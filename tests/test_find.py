@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import advantage_inputs, policy_inputs
+from common import policy_inputs
 
 from rl2.algorithms.find import find_estimator, find_policy_loss
 
@@ -19,9 +19,6 @@ from rl2.algorithms.losses import PolicyInputs, PolicyLoss
 def typed(x: PolicyInputs):
     return -x.advantages * x.logps, {'logp': x.logps}
 
-def with_default(x, power=1, **others):
-    return -(x.advantages**power) * x.logps, {'logp': x.logps}
-
 declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
 
 def critic(x: AdvantageInputs):
@@ -30,7 +27,6 @@ def critic(x: AdvantageInputs):
 estimator = Estimator(critic, needs=("rewards", "values"), settings=())
 text = 'no function'
 """
-ALL_CLIPS = ("clip", "clip_high", "dual_clip")
 INPUTS = policy_inputs(
     logps=torch.tensor([[-1.0, -2]]),
     old_logps=torch.tensor([[-1.5, -1]]),
@@ -46,41 +42,21 @@ def users_file(tmp_path):
     return file
 
 
-@pytest.mark.parametrize(
-    ("function", "settings", "vanishes"),
-    [
-        ("typed", ALL_CLIPS, False),
-        ("with_default", ALL_CLIPS, False),
-        ("declared", ("clip",), True),
-    ],
-)
-def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes):
-    loss = find_policy_loss(f"{users_file}:{function}")
-    assert (loss.settings, loss.vanishes_without_advantage) == (settings, vanishes)
-    losses, metrics = loss.compute(INPUTS)
-    assert losses.equal(-INPUTS.logps * INPUTS.advantages)
-    assert metrics["logp"].equal(INPUTS.logps)
-
-
-@pytest.mark.parametrize(
-    ("function", "needs", "settings"),
-    [
-        ("critic", ("rewards",), ("gamma", "lamda", "norm_var")),
-        ("estimator", ("rewards", "values"), ()),
-    ],
-)
-def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
-    estimator = find_estimator(f"{users_file}:{function}")
-    assert (estimator.needs, estimator.settings) == (needs, settings)
-    rewards, values = torch.tensor([[1.0, 2]]), torch.tensor([[0.5, 0.25]])
-    advantages, _ = estimator.compute(advantage_inputs(torch.ones(1, 2), rewards, values=values))
-    assert advantages.equal(rewards - values)
+def test_a_function_of_a_users_file_may_be_declared(users_file):
+    bare, declared = (find_policy_loss(f"{users_file}:{name}") for name in ("typed", "declared"))
+    assert bare.settings == ("clip", "clip_high", "dual_clip") and declared.settings == ("clip",)
+    assert declared.vanishes_without_advantage and not bare.vanishes_without_advantage
+    for loss in (bare, declared):
+        assert loss.compute(INPUTS)[0].equal(-INPUTS.logps * INPUTS.advantages)
+    bare, declared = (find_estimator(f"{users_file}:{name}") for name in ("critic", "estimator"))
+    assert (bare.needs, declared.needs) == (("rewards",), ("rewards", "values"))
+    assert bare.settings == ("gamma", "lamda", "norm_var") and declared.settings == ()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("custom.py:nothing", "custom.py has no function nothing; it has typed, with_default"),
+        ("custom.py:nothing", "custom.py has no function nothing; it has typed, declared, critic"),
         ("custom.py:text", "has no function text"),
         ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
         ("none.py:f", "no such file none.py"),

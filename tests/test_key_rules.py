@@ -164,6 +164,8 @@ def alone(x):
     return -x.logps * x.advantages
 def number_metric(x):
     return -x.logps * x.advantages, {"logp": x.logps.mean()}
+def no_metrics(x):
+    return -x.logps * x.advantages, None
 def detached(x):
     return -x.logps.detach() * x.advantages, {}
 def nan(x):
@@ -209,13 +211,14 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
         ("ppo", "actor.loss", "scalar", "of shape [] for inputs of shape [4, 6]: return (losses"),
         ("ppo", "actor.loss", "alone", "returned a Tensor, no pair: return (losses, metrics)"),
         ("ppo", "actor.loss", "number_metric", "the metric logp of shape []"),
+        ("ppo", "actor.loss", "no_metrics", "metrics of type NoneType: return (losses, metrics)"),
         ("ppo", "actor.loss", "detached", "no gradient: they have to depend on the logps"),
         ("ppo", "actor.loss", "nan", "losses that are not finite"),
         ("ppo", "actor.loss", "not_vanishing", "do not declare vanishes_without_advantage"),
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
-        ("ppo", "actor.loss", "wrong_shape", "(line 17 of own.py)"),
+        ("ppo", "actor.loss", "wrong_shape", "(line 19 of own.py)"),
         ("ppo", "actor.loss", "taken", "another name for the metric 'loss'"),
-        ("ppo", "actor.loss", "by_name", "write a function of one argument x, which has all inp"),
+        ("ppo", "actor.loss", "by_name", "'advantages'; write def function(x), where x has all"),
         ("ppo", "actor.loss", "leaves", "fails: SystemExit: 0"),
         ("ppo", "actor.loss", "good", ""),
         ("ppo", "adv.estimator", "by_trajectory", "advantages of shape [4]"),

@@ -21,7 +21,6 @@ from common import (
     write_jsonl,
 )
 
-from rl2.algorithms import losses
 from rl2.algorithms.find import find_estimator, find_policy_loss, find_preference_loss
 
 PLUGINS = ROOT / "examples/plugins"
@@ -137,6 +136,13 @@ def test_a_loss_of_ages_by_hand():
     assert metrics["age"].equal(ages)
 
 
+ANCHORED = """
+from rl2.algorithms.losses import PolicyLoss, masked
+def anchored(x):
+    distance = masked(x.mask, x.logps - x.ref_logps).square()
+    return -x.advantages * x.logps + 0.1 * distance, {"distance": distance}
+to_reference = PolicyLoss(anchored, settings=(), needs=("ref_logps",))
+"""
 PARTS_ENV = """
 def reward_fn(messages):
     text = messages[-1]["content"]
@@ -147,12 +153,13 @@ def reward_fn(messages):
 def test_a_loss_that_needs_the_reference_and_an_estimator_of_reward_parts(tmp_path):
     """Without kl.coef, a reference is loaded because the loss declares that it needs one."""
     (tmp_path / "env.py").write_text(PARTS_ENV)
+    (tmp_path / "mine.py").write_text(ANCHORED)
     line = train(
         ["-m", "rl2.trainer.ppo"],
         tmp_path,
         [{"messages": [message("user", text)]} for text in ("ab", "cd", "ef")],
         f"rollout.env_path={tmp_path}/env.py",
-        f"actor.loss={ROOT}/tests/cases/my_algorithms.py:anchored_to_reference",
+        f"actor.loss={tmp_path}/mine.py:to_reference",
         "actor.update_per_rollout=2",
         "actor.lr=0.01",
         "adv.estimator=gdpo",
@@ -218,34 +225,3 @@ def test_the_trainer(tmp_path):
     line = train([PLUGINS / "trainer.py"], tmp_path, rows, "data.batch_size=4")
     assert line["actor/loss"] > 0 and line["actor/grad_norm"] > 0
     assert (tmp_path / "run/model/config.json").exists()
-
-
-def test_functions_of_a_users_file(monkeypatch):
-    """tests/cases/my_algorithms.py, by its definition."""
-    monkeypatch.chdir(ROOT / "tests/cases")
-    rewards = torch.tensor([[0.0, 1], [0, 3], [0, 5], [0, 100], [0, 7], [0, 8]])
-    mask = torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0], [0, 1], [1, 1]])
-    group = torch.tensor([0, 0, 0, 0, 1, 1])
-    estimator = find_estimator("my_algorithms.py:opo")
-    assert estimator.needs == ("rewards", "group")
-    advantages = estimator.compute(advantage_inputs(mask, rewards, group))
-    # Three answers of two tokens, then one of a token and one of two: (7 + 2 * 8) / 3.
-    expected = [1 - 3, 3 - 3, 5 - 3, 0, 7 - 23 / 3, 8 - 23 / 3]
-    assert advantages[:, 1].tolist() == pytest.approx(expected)
-    assert advantages[4, 0] == 0
-
-    logps = torch.tensor([[-1.0, -2]], requires_grad=True)
-    inputs = policy_inputs(
-        logps=logps,
-        old_logps=torch.tensor([[-2.0, -2]]),
-        advantages=torch.tensor([[1.0, -1]]),
-        mask=torch.ones(1, 2),
-    )
-    weights = torch.full((1, 2), 0.5)
-    token_losses = find_policy_loss("my_algorithms.py:unclipped").compute
-    loss, metrics = losses.policy_loss(token_losses, inputs, weights)
-    loss.backward()
-    e = torch.tensor(1.0).exp().item()
-    assert loss.item() == pytest.approx((1 - e) / 2)
-    assert logps.grad[0].tolist() == pytest.approx([-e / 2, 0.5])
-    assert metrics["large_ratio"] == 0.5 and metrics["approx_kl"] > 0

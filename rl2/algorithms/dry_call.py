@@ -97,6 +97,8 @@ def _check_losses(declared: Declaration, x: Any, returned: Any) -> None:
     _check(returned, like, "losses", remedy)
     if not returned.requires_grad:
         raise WrongResult("its losses have no gradient: they have to depend on the logps")
+    if not isinstance(metrics, dict):
+        raise WrongResult(f"it returned metrics of type {type(metrics).__name__}: {remedy}")
     for name, values in metrics.items():
         if name in TAKEN_METRICS or not isinstance(name, str):
             raise WrongResult(f"choose another name for the metric {name!r}, which rl2 logs itself")

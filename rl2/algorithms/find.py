@@ -5,6 +5,7 @@ It is a name of a table, or `path/to/file.py:function` of the user's: a function
 `Estimator(function, needs=("rewards", "values"))`.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -70,13 +71,15 @@ class Choices(Generic[Declared]):
         if name in self.built_in:
             return
         try:
+            inspect.signature(declared.compute).bind("x")
+        except TypeError as error:
+            raise ValueError(f"{error}; write def function(x), where x has all inputs") from error
+        try:
             call_once(declared)
         except WrongResult:
             raise
         except (Exception, SystemExit) as error:
             reason = describe_failure(error, _file_of(name))
-            if "positional argument" in reason:
-                reason += "; write a function of one argument x, which has all inputs, as x.mask"
             if "NoneType" in reason:
                 reason += (
                     "; an input that takes work is None unless the file declares "
