@@ -350,9 +350,10 @@ def test_turns_are_their_loop(seed):
 
 
 def test_maxrl_needs_a_mean_that_is_not_negative():
-    rewards = torch.tensor([[1.0], [-4.0], [0.0], [0.0]])
+    rewards = torch.tensor([[1.0], [-4.0], [0.0], [0.0], [2.0]])
+    group = torch.tensor([0, 0, 0, 0, 1])
     with pytest.raises(ValueError, match="-0.75"):
-        maxrl(advantage_inputs(torch.ones(4, 1), rewards))
+        maxrl(advantage_inputs(torch.ones(5, 1), rewards, group))
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
@@ -518,12 +519,12 @@ def test_unlikely_failures_by_hand():
     logps = torch.tensor([[-1.0, -1.5, -9], [-1.0, -1.0, -9]]).repeat(2, 1).requires_grad_()
     engine_logps = torch.tensor([[-0.5, -0.5, -1], [-2.0, -1.0, -1]]).repeat(2, 1)
     mask = torch.tensor([[1.0, 1, 0]]).repeat(4, 1)
-    signs = torch.tensor([1.0, 1, -1, -1])[:, None] * mask
-    inputs = policy_inputs(logps, logps.detach(), signs, mask, engine_logps=engine_logps)
+    advantages = torch.tensor([0.5, 1, -0.5, -1])[:, None] * mask
+    inputs = policy_inputs(logps, logps.detach(), advantages, mask, engine_logps=engine_logps)
     compute, weights = POLICY_LOSSES["ppo"].compute, mask / 8
     for limit, masked_row in ((0.7, 2), (0.8, None)):
         loss, metrics = losses.policy_loss(compute, inputs, weights, off_policy_limit=limit)
-        expected = -signs / 8
+        expected = -advantages / 8
         if masked_row is not None:
             expected[masked_row] = 0
         [gradient] = torch.autograd.grad(loss, logps)
@@ -535,6 +536,7 @@ def test_unlikely_failures_by_hand():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options):
     case = make_case(seed, torch.float32)
+    case.advantages[:, 0] = 0  # those of a group with equal rewards; they are not clipped either
     logps = case.logps.requires_grad_()
     # The old logps and the correction depend on `logps`. No gradient may flow through them.
     correction = 1 + (logps - logps.detach())
@@ -794,6 +796,17 @@ def test_kto(seed):
         expected_metrics["kl"] += sum_of_k3(log_ratios) / len(log_ratios) / 8
     found = kto_loss(case, beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
     check_loss(logps, found, expected, expected_metrics)
+
+
+def test_an_unpaired_loss_without_a_reference():
+    """The sum of log-probabilities is trained; the reward is beta times their mean."""
+    logps = torch.tensor([[-1.0, -3.0, -9.0], [-2.0, -9.0, -9.0]], requires_grad=True)
+    mask = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    weights = mask / mask.sum(1, keepdim=True) / 2
+    label = torch.tensor([0.0, 1.0])
+    found = unpaired_loss(lambda x: -x.logps, logps, None, mask, weights, label, None, beta=0.5)
+    metrics = {"reward": -1.0, "margin": 0.0, "accuracy": 0.5}
+    check_loss(logps, found, -(logps * mask).sum() / 2, metrics)
 
 
 def test_the_reference_point_by_hand():
