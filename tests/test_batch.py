@@ -6,6 +6,7 @@ The data is random and ragged.
 import math
 import pickle
 import random
+from array import array
 from itertools import chain, count
 
 import pytest
@@ -54,6 +55,13 @@ def test_columns_are_aligned_with_the_predicted_token():
     assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
     assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
     assert scored_spans(batch) == [(2, 3), (0, 0)]
+    assert batch.hinted is None
+    first.teacher_prompt = array("i", [4, 3, 8])
+    hinted = collate([first, second]).hinted  # the answers after the prompt of the teacher
+    assert hinted.tokens.tolist() == [[4, 3, 8, 7, 2], [0] * 5]
+    assert hinted.mask.tolist() == [[0, 0, 1, 1], [0] * 4]
+    assert hinted.engine_logps.tolist() == [[0, 0, -0.5, -0.25], [0] * 4]
+    assert (hinted.group.tolist(), hinted.trajectory.tolist()) == ([3, 3], [8, 9])
 
 
 def test_a_sample_has_thirteen_bytes_a_token():
@@ -394,6 +402,14 @@ def test_groups_are_split_only_if_that_is_faster():
     assert sorted(map(len, micro)) == [6, 6]
     (micro,) = plan(prompt_length=4000, answer_length=10)
     assert sorted(map(len, micro)) == [4, 8]
+
+
+def test_attention_counts_in_the_balance_of_the_ranks():
+    """A sequence of n tokens costs n + n^2 / 10: one of 100 more than all the others."""
+    batch = collate([make_sample(1, n, i, i) for i, n in enumerate([100, 60, 60, 20])])
+    (by_tokens,) = plan_micro_batches(batch, 1000, 2)
+    assert sorted(by_tokens) == [[0, 3], [1, 2]]
+    assert plan_micro_batches(batch, 1000, 2, attention_cost=0.1) == [[[0], [1, 2, 3]]]
 
 
 @pytest.mark.parametrize("share", [True, False])

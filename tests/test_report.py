@@ -589,7 +589,7 @@ def test_the_first_and_the_last_evaluation_are_compared(tmp_path):
         "test/step_1": evaluation({0: 0.0}),
         # In another order, and without a question that an interruption cost.
         "test/step_2": evaluation({2: 0.0, 1: 0.5, 0: 1.0}),
-        "test_once/step_0": evaluation({0: 1.0}),
+        "test_once/step_0": evaluation({0: 1.0, 1: 1.0}),
     }
     assert numbers_of_changes(write_run(tmp_path / "a", 2, steps)) == ("reward", 3, 1, 1, 1)
 

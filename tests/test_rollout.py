@@ -26,7 +26,7 @@ from scripted import (  # noqa: F401
     write_nothing,
 )
 
-from rl2.batch import Batch, collate
+from rl2.batch import Batch, Sample, collate
 from rl2.data.examples import Example
 from rl2.env.load import load_env
 from rl2.rollout.schedule import GroupSchedule
@@ -44,6 +44,7 @@ from rl2.rollout.trajectory import (
     Trajectory,
     append_tokens,
     begin_group,
+    place_reward,
 )
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
@@ -479,6 +480,20 @@ def test_the_fraction_of_groups_of_equal_rewards():
     assert summarise_groups(trajectories[-2:])["rollout/zero_variance"] == 1  # no group is left
 
 
+def test_the_reward_lies_on_the_last_sampled_token():
+    """An agent may end after a request that no answer came to."""
+    trajectory = Trajectory(7, 0, [], rewards={"turns": 0.5, "right": 2.0})
+    samples = [
+        Sample([1, 2, 3], [0, 1, 1], [0.0] * 3, [0.0, 0.0, 0.5], 0, 7),
+        Sample([1, 2, 3, 4], [0, 1, 1, 0], [0.0] * 4, [0.0] * 4, 0, 7),
+        Sample([1, 2], [0, 0], [0.0] * 2, [0.0] * 2, 0, 7),
+    ]
+    trajectory.samples = [*samples]
+    place_reward(trajectory)
+    assert trajectory.samples == samples[:2]
+    assert [list(sample.rewards) for sample in samples] == [[0, 0, 0.5], [0, 0, 2, 0], [0, 0]]
+
+
 def test_a_record_has_the_columns_of_its_row():
     """They can be written as JSON, whatever they are, and long ones are cut."""
     image = b"\xff" * 9999
@@ -490,17 +505,19 @@ def test_a_record_has_the_columns_of_its_row():
         "when": date(2026, 11, 22),
         "pairs": {(1, 2): 3},
         "image": image,
+        "note": "x" * 2000,
     }
     group = begin_group(0, Example(0, row, [([1, 2], [])]), num_samples=1)
     [record] = to_records(group.trajectories)
     columns = json.loads(json.dumps(record))["row"]
-    assert columns.pop("image").startswith(str(image)[:50]) and len(str(record)) < 4000
+    assert columns.pop("image").startswith(str(image)[:50]) and len(str(record)) < 6000
     assert columns == {
         "answer": "5",
         "extra_info": {"index": 3, "split": "train"},
         "length": 7,
         "when": "2026-11-22",
         "pairs": "{(1, 2): 3}",
+        "note": row["note"],  # no longer than may be
     }
     assert record["messages"] == row["messages"] and record["length"] == 0
 
