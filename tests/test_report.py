@@ -22,6 +22,7 @@ from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, RunInfo, start_wandb
 from rl2.report.page import write_page
+from rl2.report.saved import to_json
 from rl2.report.summary import summarize
 from rl2.run.records import MetricsFile
 from rl2.tools import report as report_command
@@ -549,9 +550,13 @@ def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path, nu
     [group] = run["rollouts"][0]["groups"]
     assert group["prompt"] == [*example, {"role": "user", "content": "question 0"}]
     assert [(a["messages"], a["count"]) for a in group["answers"]] == [(turns, 2)]
+    # An agent may have asked with more messages.
+    records[1]["messages"].insert(-3, {"role": "tool", "content": "1"})
+    [run] = report(write_run(tmp_path / "b", 1, {"train/step_1": records}))
+    assert run["rollouts"][0]["groups"][0]["prompt"] == group["prompt"]
 
 
-def test_equal_answers_are_there_once_with_their_count(tmp_path):
+def test_equal_answers_are_there_once_with_their_count(tmp_path, monkeypatch):
     texts = ["a", "b", "a", "a", "b", "c"]
     records = [answer(i, 0, 1.0, text, versions=[[i, 3]]) for i, text in enumerate(texts)]
     records[3]["reward"] = 0.5
@@ -560,6 +565,10 @@ def test_equal_answers_are_there_once_with_their_count(tmp_path):
     counts = [(a["messages"][0]["content"], a["reward"], a["count"]) for a in group["answers"]]
     assert counts == [("a", 1.0, 2), ("b", 1.0, 2), ("c", 1.0, 1), ("a", 0.5, 1)]
     assert group["size"] == 6
+    # A group that fits exactly into the bytes of a report is shown.
+    for num_bytes, shown in ((len(to_json(group)), [group]), (len(to_json(group)) - 1, [])):
+        monkeypatch.setattr(page, "ROLLOUT_BYTES", num_bytes)
+        assert report(tmp_path / "a")[0]["rollouts"][0]["groups"] == shown
 
 
 def evaluation(rewards, num_answers=1):
