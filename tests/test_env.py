@@ -18,7 +18,7 @@ from rl2.data.formats import read_ppo_row
 from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
-from rl2.env.load import load_env
+from rl2.env.load import load_env, play_reply
 from rl2.user_files import find_env_file
 
 CONCURRENCY = 32  # the default
@@ -351,6 +351,12 @@ def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
     counts = env_of(lambda messages, answer: seen.add(answer) or 0)
     preflight(counts, {"data.path": many}, 1)
     assert len(seen) == 8 and {0, 999} <= seen
+
+
+@pytest.mark.parametrize(("reply", "most"), [("", 1), ("four" * 10, 40), ("word " * 999, 100)])
+def test_a_trial_counts_no_more_tokens_than_a_reply_may_have(reply, most):
+    env = env_of(lambda messages, num_tokens: num_tokens)
+    assert 1 <= asyncio.run(play_reply(env, 1, ROW, reply, "key"))["reward"] <= most
 
 
 def test_preflight_names_the_data_that_lacks_a_column():
