@@ -249,9 +249,9 @@ def listed(run):
 
 def test_a_finished_run_started_again_says_how_to_go_on(setup, train, tmp_path):
     setup.append(f"actor.save_dir={tmp_path}/exports")
-    status, _ = train()
+    status, output = train()
     run = tmp_path / "runs/default"
-    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6] and "changed:" not in output
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step_6"]
     assert listed(run) == ("finished", 6, 6)
     before = contents(run)
