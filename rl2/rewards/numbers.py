@@ -204,7 +204,7 @@ def _value(node: ast.expr) -> Fraction | None:
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp):
         value = _value(node.operand)
-        return None if value is None else -value
+        return -value if value is not None and isinstance(node.op, ast.USub) else value
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
         return None
     left, right = _value(node.left), _value(node.right)
