@@ -51,7 +51,7 @@ class Run:
         """
         import transformers
 
-        from rl2.model.towers import language_model_class
+        from rl2.model.classes import language_model_class
 
         config = self.model_path / "config.json"
         if not config.exists():

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch, Pack
+from rl2.config.conditions import Exactness
 from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
-from rl2.model.exact import EngineCheck, Exactness
+from rl2.model.attachment import ModelSettings
+from rl2.model.exact import EngineCheck
 from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
@@ -61,10 +63,8 @@ class UpdateResult:
     # The share of the update that the compute weights show; None if no weight moved, or if the
     # compute weights are the trained ones.
     visible_update: float | None
-    # How unequally the experts are used, see LoadBalance; None without that loss. It is not in
-    # `loss`.
-    load_balance: float | None
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
+    reported: dict[str, float]  # by the attachments of the model
 
     def to_log(self, total_weight: float = 1.0) -> dict[str, float]:
         """All numbers by the names that the metrics log uses.
@@ -74,8 +74,9 @@ class UpdateResult:
         """
         numbers = {}
         for name, value in vars(self).items():
-            if name != "metrics" and value is not None:
+            if isinstance(value, int | float):
                 numbers[name] = float(value)
+        numbers |= self.reported
         weight = total_weight or math.nan
         return numbers | {name: total / weight for name, total in self.metrics.items()}
 
@@ -100,8 +101,7 @@ class Worker:
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
-    gives the model. `seed` is for config.dither_weights. With `routing_replay` tokens go to the
-    experts that a batch names.
+    gives the model.
     """
 
     def __init__(
@@ -112,8 +112,6 @@ class Worker:
         num_updates: int = 0,
         exactness: Exactness = Exactness.OFF,
         source: HuggingFaceFiles = FILES,
-        seed: int = 0,
-        routing_replay: bool = False,
     ):
         self.config = config
         self.exactness = exactness
@@ -124,23 +122,8 @@ class Worker:
         self.dtype = compute_dtype(config.dtype, device)
         is_trained = num_updates > 0
         self.lora_settings = make_lora_settings(config) if is_trained else None
-        self.model = load_model(
-            config.model_name,
-            self.mesh,
-            compute_dtype=self.dtype,
-            head_dtype=getattr(torch, config.head_dtype),
-            critic=critic,
-            trainable=is_trained,
-            gradient_checkpointing=is_trained and config.gradient_checkpointing,
-            compile=config.compile,
-            exactness=exactness,
-            lora_settings=self.lora_settings,
-            freeze_router=is_trained and config.freeze_router,
-            router_aux_loss_coef=config.router_aux_loss_coef if is_trained and not critic else 0.0,
-            routing_replay=routing_replay,
-            dither_seed=seed if is_trained and config.dither_weights else None,
-            source=source,
-        )
+        settings = ModelSettings(config, self.dtype, critic, is_trained)
+        self.model = load_model(settings, self.mesh, exactness, source, self.lora_settings)
         self.engine_check = EngineCheck(self.model.exactness)
         parameters = dict(self.model.named_parameters())
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -153,12 +136,12 @@ class Worker:
             self.start_adapters = [state.clone() for state in self.adapter_states()]
         self.optimizer: Any = None  # unless the model is frozen
         if is_trained:
-            settings = (config.weight_decay, config.offload_optimizer, config.betas)
+            options = (config.weight_decay, config.offload_optimizer, config.betas)
             if config.optimizer == "muon":
                 matrices = {f"hf.{name}" for name in hidden_matrices(self.model.hf)}
-                self.optimizer = Muon(self.trained_parameters, matrices, *settings)
+                self.optimizer = Muon(self.trained_parameters, matrices, *options)
             else:
-                self.optimizer = AdamW(self.trained_parameters, *settings)
+                self.optimizer = AdamW(self.trained_parameters, *options)
             if config.optimizer_dir:
                 import_optimizer(self.optimizer, config.optimizer_dir)
 
@@ -233,16 +216,14 @@ class Worker:
             batch, self.config.max_length_per_device, keep_groups_together
         )
         fsdp_model: Any = self.model
-        balance = self.model.balance if micro_batches else None
-        load_balance = None
+        reported: dict[str, float] = {}
         with self.memory.on_device(changes=True), ExitStack() as stack:
             if teacher is not None:
                 stack.enter_context(teacher.passes())
-            if balance is not None:
-                run = partial(self._run_forward, batch, micro_batches)
+            run_forward = partial(self._run_forward, batch, micro_batches)
+            for part in self.model.attachments if micro_batches else ():
                 # FSDP averages the gradients of its processes; this factor makes it a sum.
-                context = balance.in_update(run, all_reduce_sum_, self.mesh.fsdp.size())
-                load_balance = stack.enter_context(context)
+                reported |= stack.enter_context(part.in_update(run_forward, self.mesh.fsdp.size()))
             for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
@@ -266,8 +247,8 @@ class Worker:
             lr=lr,
             skipped=skipped,
             visible_update=visible_update,
-            load_balance=load_balance,
             metrics=sums,  # without the loss
+            reported=reported,
         )
 
     @torch.no_grad()
@@ -362,7 +343,7 @@ class Worker:
             self.config.share_prompts,
             self.model.attention_cost,
             keep_groups_together,
-            repeats_prompts=bool(self.model.recurrent),
+            repeats_prompts=self.model.repeats_prompts,
         )
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 

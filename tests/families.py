@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import SCORE_TOLERANCE, find_problem, make_plain
+from rl2.model.classes import language_model_class
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
-from rl2.model.towers import language_model_class
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402

@@ -12,7 +12,7 @@ from common import make_samples
 from torch.distributed.fsdp import FSDPModule
 
 from rl2.batch import collate
-from rl2.config.schema import WorkerConfig
+from rl2.config.schema import ActorConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.offload import local_shard
 from rl2.worker import Worker
@@ -68,7 +68,7 @@ def combinations(family: str, world: int) -> list[tuple[bool, bool, int, tuple[i
     return [(critic, share, budgets[large], layout) for critic, share, large, layout in cases]
 
 
-def worker_config(model_name: str, **changes) -> WorkerConfig:
+def worker_config(model_name: str, **changes) -> ActorConfig:
     """A worker's section of the config: its defaults, and fp32, a short budget and large steps."""
     settings = {
         "dtype": "float32",
@@ -77,7 +77,7 @@ def worker_config(model_name: str, **changes) -> WorkerConfig:
         "lr": LEARNING_RATE,
         "max_grad_norm": MAX_GRAD_NORM,
     }
-    return WorkerConfig(model_name=model_name, **{**settings, **changes})
+    return ActorConfig(model_name=model_name, **{**settings, **changes})
 
 
 def make_batch():

@@ -16,6 +16,7 @@ from parity import (
 from transformers import AutoModelForCausalLM
 
 from rl2.batch import scored_spans
+from rl2.model.moe import FrozenRouters
 from rl2.worker import Worker
 
 COEFFICIENT = 0.1
@@ -41,7 +42,7 @@ def update(name, **changes):
     """(the gradient by name, what the update reports), where the balance is the only loss."""
     gradients, result = gradients_by_sgd(make_worker(name, **changes), make_batch(), no_loss)
     assert result.loss == 0
-    return gradients, result.load_balance
+    return gradients, result.reported["load_balance"]
 
 
 def of_transformers(name):
@@ -93,7 +94,9 @@ def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
 def test_the_config_of_a_model_may_ask_for_the_loss(tmp_path, device, capsys):
     asking = {**MIXTURES["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.25}
     name = make_model(tmp_path / "model", "mixtral", tied=False, **asking)
-    assert make_worker(name, router_aux_loss_coef=None).model.balance.coefficient == 0.25
+    [balance] = make_worker(name, router_aux_loss_coef=None).model.attachments
+    assert balance.coefficient == 0.25
     assert "0.25" in capsys.readouterr().out
-    assert make_worker(name, router_aux_loss_coef=0.0).model.balance is None
-    assert make_worker(name, router_aux_loss_coef=None, freeze_router=True).model.balance is None
+    assert not make_worker(name, router_aux_loss_coef=0.0).model.attachments
+    frozen = make_worker(name, router_aux_loss_coef=None, freeze_router=True)
+    assert [type(part) for part in frozen.model.attachments] == [FrozenRouters]

@@ -10,7 +10,7 @@ from test_towers import save_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.engine.checkpoint_format import CheckpointFormat
-from rl2.model.towers import empty_language_model, language_model_class
+from rl2.model.classes import empty_language_model, language_model_class
 from rl2.parallel.fsdp import persistent_buffers
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}

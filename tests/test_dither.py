@@ -71,7 +71,8 @@ def stored_in_bf16(tmp_path_factory):
 
 
 def make_worker(name, **changes):
-    return Worker(worker_config(name, **changes), torch.device("cpu"), num_updates=8, seed=3)
+    torch.manual_seed(3)
+    return Worker(worker_config(name, **changes), torch.device("cpu"), num_updates=8)
 
 
 def weights_of(worker, dtype):

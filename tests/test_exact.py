@@ -20,12 +20,11 @@ from rl2.attention.pages import (
     queries_are_independent,
 )
 from rl2.batch import Sample, collate
-from rl2.config.conditions import choose_exactness
+from rl2.config.conditions import Exactness, choose_exactness
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.model.exact import Exactness
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.trajectory import append_tokens
 from rl2.worker import Worker

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from rl2.attention.blocks import Layout
 from rl2.attention.ring import Ring
 from rl2.batch import collate
+from rl2.config.conditions import Exactness
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import (
@@ -33,8 +34,8 @@ from rl2.model.admission import (
     plain_columns,
     relative_distances,
 )
-from rl2.model.exact import Exactness
-from rl2.model.recurrent import PackedRows, check_layout
+from rl2.model.attachment import ModelSettings
+from rl2.model.recurrent import PackedRows, RecurrentLayers
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, plan_micro_batches, zigzag
 from rl2.worker import Worker
@@ -96,7 +97,9 @@ def test_documents_of_several_chunks(name):
     plain = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="rl2")
     columns = plain_columns(plain, samples)
-    packed = packed_columns(TokenModel(hf, Ring()), collate(samples))
+    packed = packed_columns(
+        TokenModel(hf, Ring(), attachments=[RecurrentLayers(hf)]), collate(samples)
+    )
     torch.testing.assert_close(packed, columns, rtol=0, atol=1e-4)
     for scores in (columns, packed):
         (scores * torch.linspace(-1, 2, scores.numel()).view_as(scores)).sum().backward()
@@ -107,11 +110,13 @@ def test_documents_of_several_chunks(name):
 @each("lfm2")
 def test_layers_that_would_be_cut_are_refused(name):
     hf = AutoModelForCausalLM.from_pretrained(name)
-    check_layout(name, hf, 1, 1)
-    with pytest.raises(ValueError, match=r"sp_size=2: .* \(Lfm2ShortConv\).* set sp_size=1"):
-        check_layout(name, hf, 2, 1)
-    with pytest.raises(ValueError, match="tp_size=2: .* set tp_size=1"):
-        check_layout(name, hf, 1, 2)
+    for key, problem in (
+        ("sp_size", r"sp_size=2: .* \(Lfm2ShortConv\)"),
+        ("tp_size", "tp_size=2:"),
+    ):
+        settings = ModelSettings(worker_config(name, **{key: 2}), torch.float32)
+        with pytest.raises(ValueError, match=f"{problem}.* set {key}=1"):
+            RecurrentLayers.attach(settings, hf)
 
 
 @each("lfm2")

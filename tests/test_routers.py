@@ -93,4 +93,4 @@ def test_a_model_without_experts_is_told(tmp_path, device):
         with pytest.raises(ValueError, match=problem):
             Worker(worker_config(name, **{key: value}), device, False, 4)
     with pytest.raises(ValueError, match="routing_replay=true: .* has no router"):
-        Worker(worker_config(name), device, False, 4, routing_replay=True)
+        Worker(worker_config(name, routing_replay=True), device, False, 4)

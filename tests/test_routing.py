@@ -38,8 +38,8 @@ from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
+from rl2.model.classes import empty_language_model
 from rl2.model.moe import find_logit_routers, find_router_layers
-from rl2.model.towers import empty_language_model
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
@@ -97,8 +97,8 @@ def make_routed_batch():
 
 
 def make_worker(name, **changes):
-    config = worker_config(name, max_grad_norm=float("inf"), **changes)
-    return Worker(config, torch.device("cpu"), num_updates=4, routing_replay=True)
+    config = worker_config(name, max_grad_norm=float("inf"), routing_replay=True, **changes)
+    return Worker(config, torch.device("cpu"), num_updates=4)
 
 
 def loss_of(batch, logps):

@@ -27,8 +27,8 @@ from transformers import (
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import find_problem
+from rl2.model.classes import idle_parts
 from rl2.model.folder import check_model
-from rl2.model.towers import find_towers
 from rl2.worker import Worker
 
 TEXT = {
@@ -113,7 +113,7 @@ def load_plain(name):
 def tower_weights(hf):
     """The weights of the towers, by name."""
     weights = {}
-    for name, tower in find_towers(hf):
+    for name, tower in idle_parts(hf):
         weights |= {f"{name}.{key}": weight for key, weight in tower.state_dict().items()}
     assert len(weights) > 10
     return weights

@@ -354,7 +354,7 @@ def test_an_update_that_its_loss_skips_moves_nothing(tmp_path, device):
         return loss, {**metrics, "ratio": (3 * rows.token_weights).sum()}
 
     def update(limit):
-        config = ActorConfig(skip="update", skip_threshold=limit)
+        config = ActorConfig(skip_threshold=limit)
         skip = partial(has_moved, config, batch)
         return worker.update(batch, loss_with_ratio, with_entropy=True, skip=skip)
 

@@ -4,11 +4,11 @@ The sections of a config say which trainer it is: `adv` is PPO's, `dpo` and `rm`
 and of reward models.
 """
 
+from enum import Enum, auto
 from typing import Any
 
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
-from rl2.model.exact import Exactness
 
 
 def _declared(key: str, name: str) -> Any:
@@ -126,6 +126,22 @@ def adapter_obstacle(config: Any) -> str | None:
 def sends_adapters(config: Any) -> bool:
     """Whether the engine applies LoRA's adapters, so that they alone are sent after an update."""
     return bool(config.actor.lora_rank) and adapter_obstacle(config) is None
+
+
+class Exactness(Enum):
+    """Whether a model computes as the embedded engine does, and what a difference means."""
+
+    OFF = auto()
+    ASSUMED = auto()
+    """nothing is compared, since the model's weights are not the engine's"""
+    TRIED = auto()
+    """the first difference is a warning"""
+    DEMANDED = auto()
+    """a difference is an error"""
+
+    @property
+    def is_on(self) -> bool:
+        return self is not Exactness.OFF
 
 
 def exact_obstacles(config: Any) -> list[str]:

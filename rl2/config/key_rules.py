@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from rl2.adapter_folder import read_adapter_config
 from rl2.algorithms.find import CHOICES
 from rl2.config.combinations import EXCLUDES, NEEDS
 from rl2.config.conditions import corrects_mismatch
@@ -15,7 +16,6 @@ from rl2.config.key import Key, schema_keys
 from rl2.config.presets import explain_algorithm
 from rl2.config.problem import Problem, unfit_value, wrong_value
 from rl2.config.values import declared_key, get_value, show_value
-from rl2.model.adapter_folder import read_adapter_config
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
 # 2025), and docs/proofs.md.

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl2.adapter_folder import read_adapter_config
 from rl2.config.combinations import (
     Row,
     find_broken,
@@ -39,7 +40,6 @@ from rl2.config.schema import (
     worker_names,
 )
 from rl2.config.values import get_value
-from rl2.model.adapter_folder import read_adapter_config
 from rl2.user_files import find_env_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")

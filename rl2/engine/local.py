@@ -44,11 +44,11 @@ from rl2.engine.states import (
 )
 from rl2.engine.stop import StopSearch
 from rl2.model import lora
+from rl2.model.classes import language_model_class
 from rl2.model.head import logit_cap, logit_divisor
 from rl2.model.logits import capped
 from rl2.model.moe import Routing
 from rl2.model.recurrent import RecurrentLayers
-from rl2.model.towers import language_model_class
 from rl2.model.weight_files import read_weights
 
 

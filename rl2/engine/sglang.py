@@ -43,8 +43,8 @@ from rl2.engine.base import (
 )
 from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.stop import StopSearch
+from rl2.model.classes import empty_language_model
 from rl2.model.moe import find_router_layers
-from rl2.model.towers import empty_language_model
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import expecting, mark

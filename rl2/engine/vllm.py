@@ -33,7 +33,7 @@ from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.stop import StopSearch
 from rl2.engine.vllm_start import shut_down, start_engine
 from rl2.error_report import Diverged
-from rl2.model.towers import empty_language_model
+from rl2.model.classes import empty_language_model
 from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import mark
 

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rl2.engine.base import EngineSettings
+from rl2.model.classes import idle_parts
 from rl2.model.recurrent import is_recurrent
-from rl2.model.towers import find_towers
 from rl2.progress import expecting
 
 REQUIRED_VARIABLES = {
@@ -114,7 +114,7 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
     head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
     if head_dtype != settings.dtype:
         arguments["hf_overrides"] = {"head_dtype": _dtype_name(head_dtype)}
-    if find_towers(model):
+    if idle_parts(model):
         arguments["language_model_only"] = True  # without the towers
     if settings.device.type == "cpu":
         arguments |= CPU_ARGUMENTS

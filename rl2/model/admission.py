@@ -24,9 +24,12 @@ from transformers import (
 
 from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate
+from rl2.config.schema import WorkerConfig
+from rl2.model.attachment import ModelSettings
+from rl2.model.attachments import attach_all
+from rl2.model.classes import idle_parts, language_model_class
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 from rl2.model.token_model import TokenModel
-from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.packing import pack, unpack, zigzag
 from rl2.parallel.fsdp import persistent_buffers
 from rl2.parallel.mesh import broadcast_object
@@ -83,8 +86,8 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
         try:
             hf = model_class.from_config(small, attn_implementation="rl2", dtype=torch.float32)
             hf.load_state_dict(plain.state_dict())
-            freeze_towers(hf)
-            model = TokenModel(hf, Ring())
+            attached = attach_all(ModelSettings(WorkerConfig(), torch.float32), hf)
+            model = TokenModel(hf, Ring(), attachments=attached)
             batch = collate(samples)
             actual = _backward(packed_columns(model, batch))
             return _compare(model, plain, batch, actual, expected)
@@ -127,7 +130,7 @@ def _randomise(hf: PreTrainedModel) -> None:
     """
     buffers = [buffer for _, buffer in persistent_buffers(hf)]
     idle = set()
-    for _, tower in find_towers(hf):
+    for _, tower in idle_parts(hf):
         idle |= {id(tensor) for tensor in tower.state_dict(keep_vars=True).values()}
     for tensor in [*hf.parameters(), *buffers]:
         if id(tensor) in idle or not tensor.is_floating_point():

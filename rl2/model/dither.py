@@ -7,9 +7,12 @@ update crosses the border is its size in cells. So the copies move by the update
 """
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rl2.model.attachment import Attachment, ModelSettings
 
 # In bits of fp32, of which bf16 has the upper half
 HALF_CELL = 1 << 15
@@ -18,6 +21,25 @@ MANTISSA = (1 << 23) - 1
 SMALLEST, INFINITE = 2 << 23, 0xFF << 23  # magnitudes from 2^-125 on, below infinity and NaN
 MAGNITUDE = 0x7FFFFFFF
 CHUNK_SIZE = 2**18  # elements; what is computed of them stays in the cache of a core
+
+
+class Dither(Attachment):
+    """Places for all weights of a model that is trained whole and computes in bf16.
+
+    They depend on the seed that torch's generator last got.
+    """
+
+    def __init__(self) -> None:
+        self.seed = torch.initial_seed()
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: Any) -> "Dither | None":
+        config = settings.config
+        is_half = settings.trainable and settings.dtype == torch.bfloat16
+        return cls() if is_half and config.dither_weights and not config.lora_rank else None
+
+    def change(self, name: str, weight: Tensor) -> Tensor:
+        return dither_(self.seed, name, weight)
 
 
 def dither_(seed: int, name: str, weight: Tensor) -> Tensor:

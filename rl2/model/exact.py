@@ -7,27 +7,11 @@ in the same order of additions: attention by pages (attention/pages.py), and the
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
 
 from torch import Tensor
 
 from rl2.batch import Batch, Pack
-
-
-class Exactness(Enum):
-    """Whether a model computes as the embedded engine does, and what a difference means."""
-
-    OFF = auto()
-    ASSUMED = auto()
-    """nothing is compared, since the model's weights are not the engine's"""
-    TRIED = auto()
-    """the first difference is a warning"""
-    DEMANDED = auto()
-    """a difference is an error"""
-
-    @property
-    def is_on(self) -> bool:
-        return self is not Exactness.OFF
+from rl2.config.conditions import Exactness
 
 
 class EngineCheck:

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl2.model.towers import is_language_model
+from rl2.model.classes import is_language_model
 from rl2.model.weight_files import INDEX, quantization_problem
 
 HUB_TIMEOUT_SECONDS = 10.0

@@ -1,7 +1,7 @@
 """How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,17 @@ from transformers.utils.logging import (
 )
 
 from rl2 import progress
-from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS, leave_attention_uncompiled
+from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
 from rl2.attention.ring import Ring, keep_attention
+from rl2.config.conditions import Exactness
 from rl2.model import lora
 from rl2.model.admission import admit
-from rl2.model.dither import dither_
-from rl2.model.exact import Exactness
+from rl2.model.attachment import Attachment, ModelSettings
+from rl2.model.attachments import attach_all
+from rl2.model.classes import idle_parts, language_model_class
 from rl2.model.lora import LoraSettings
-from rl2.model.moe import LoadBalance, Routing, choose_coefficient, freeze_routers
 from rl2.model.nf4 import nf4_layers, quantize
-from rl2.model.recurrent import check_layout
 from rl2.model.token_model import TokenModel
-from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
@@ -63,68 +62,44 @@ FILES = HuggingFaceFiles()
 
 
 def load_model(
-    name: str,
+    settings: ModelSettings,
     mesh: Mesh,
-    *,
-    compute_dtype: torch.dtype,
-    head_dtype: torch.dtype = torch.float32,  # of the logits, see `head_scores`
-    critic: bool = False,
-    trainable: bool = False,
-    gradient_checkpointing: bool | int = False,  # see `fsdp.shard`
-    compile: bool = False,  # its layers, with torch.compile
-    exactness: Exactness = Exactness.OFF,  # bits of the embedded engine's, see `TokenModel`
-    lora_settings: LoraSettings | None = None,
-    freeze_router: bool = False,
-    router_aux_loss_coef: float | None = 0.0,  # see `choose_coefficient`
-    routing_replay: bool = False,  # tokens go to the experts that a pack names, see moe.py
-    dither_seed: int | None = None,  # of random places in bf16's rounding cells, see dither.py
+    exactness: Exactness = Exactness.OFF,
     source: HuggingFaceFiles = FILES,
+    lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
     """Loads a Hugging Face causal LM, or a critic (its body with a scalar head), over `mesh`.
 
-    A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
-    frozen one keeps them in `compute_dtype`. With `lora_settings` only the adapters and a critic's
-    head are trained and in fp32, and linear layers of the base may be in 4 bits. Towers are frozen.
+    A trainable model keeps its parameters in fp32 and casts them to `settings.dtype` for compute; a
+    frozen one keeps them in that dtype. `exactness` asks for the bits of the embedded engine's, see
+    `TokenModel`.
 
     All processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
     weights that are incomplete.
     """
-    config, model_class = _read_class(name, critic)
+    name, trainable = settings.config.model_name, settings.trainable
+    config, model_class = _read_class(name, settings.critic)
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
-        if compile:  # torch.compile loses the gradient of an AsyncCollectiveTensor
-            raise ValueError(
-                f"compile=true does not work with tp_size={mesh.tp.size()}: set compile=false or "
-                "tp_size=1"
-            )
-    if compile:
-        leave_attention_uncompiled()
     if device_kind(mesh.device) == "cuda":
         _check_softcap(name, config)
-    source.admit(name, config, critic)
+    source.admit(name, config, settings.critic)
 
     # Every process builds the model without memory, as it will be trained.
-    all_in_fp32 = trainable and lora_settings is None
-    parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
+    parameter_dtype = torch.float32 if trainable and lora_settings is None else settings.dtype
     with init_empty_weights(include_buffers=False):
         plain_config = without_quantization(config)
         hf = model_class.from_config(plain_config, attn_implementation="rl2", dtype=parameter_dtype)
-        check_layout(name, hf, Ring(mesh.sp).size, mesh.tp.size() if mesh.tp else 1)
-        freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
         lora.quantize_base(hf, lora_settings)
-        if freeze_router:
-            freeze_routers(name, hf)
-    coefficient = choose_coefficient(config, router_aux_loss_coef, freeze_router)
-    balance = _make_balance(name, hf, coefficient, mesh) if coefficient else None
-    routing = Routing(name, hf) if routing_replay else None
+    attachments = attach_all(settings, hf)
     quantized = _find_quantized(name, hf)
     hf.tie_weights()  # meta parameters lose their ties
 
     # The first process reads the weights, before the model is cut: a problem ends all of them here.
     read = partial(source.read, model_class, name, config, parameter_dtype)
-    full = _read_whole(name, read, lora_settings)
+    full = _read_whole(read, attachments, lora_settings)
 
     # Tensor parallelism cuts the model, then FSDP. Each process gets its part of every weight.
     tp_group = None
@@ -136,26 +111,24 @@ def load_model(
         hf,
         Ring(mesh.sp),
         tp=tp_group,
-        head_dtype=head_dtype,
-        exactness=Exactness.OFF if compile else reachable,
-        balance=balance,
-        routing=routing,
+        head_dtype=getattr(torch, settings.config.head_dtype),
+        exactness=reachable,
+        attachments=attachments,
     )
     fsdp.shard(
         model,
         mesh,
-        compute_dtype if trainable else None,
-        gradient_checkpointing,
-        compile=compile,
+        settings.dtype if trainable else None,
+        trainable and settings.config.gradient_checkpointing,
         recompute_context=keep_attention,
-        idle=[tower for _, tower in find_towers(hf)],
+        idle=[part for _, part in idle_parts(hf)],
     )
-    change: Callable[[str, Tensor], Tensor] | None = None
-    if dither_seed is not None and all_in_fp32 and compute_dtype == torch.bfloat16:
-        change = partial(dither_, dither_seed)
-    elif quantized:
-        change = partial(_quantize_some, quantized)
-    fsdp.scatter(model, full, mesh, change)
+    changes = [part.change for part in attachments]
+    if quantized:
+        changes.append(partial(_quantize_some, quantized))
+    fsdp.scatter(model, full, mesh, changes)
+    for part in attachments:
+        part.after_shard(model)
     return model
 
 
@@ -196,7 +169,9 @@ def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: 
 
 
 def _read_whole(
-    name: str, read: Callable[[], Any], lora_settings: LoraSettings | None
+    read: Callable[[], Any],
+    attachments: Iterable[Attachment],
+    lora_settings: LoraSettings | None,
 ) -> dict[str, Tensor] | None:
     """The whole weights on rank 0, which `read` reads; None on the others.
 
@@ -213,6 +188,8 @@ def _read_whole(
         else:
             lora.inject(full_hf, lora_settings)
             lora.read_weights(full_hf, lora_settings)
+            for part in attachments:
+                part.after_read(full_hf)
             full = full_hf.state_dict()
             for key in new:
                 full[key].zero_()  # a new critic starts from V = 0, not from noise
@@ -251,19 +228,3 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
             f"{name}: dropout is off in training ({', '.join(settings)}), so that a token's "
             "log-probability is the same in every pass",
         )
-
-
-def _make_balance(name: str, hf: Any, coefficient: float, mesh: Mesh) -> LoadBalance:
-    """Adds the load-balancing loss to the routers, and prints that it does.
-
-    ValueError for a model or a layout that cannot have the loss.
-    """
-    if mesh.tp is not None:
-        raise ValueError(
-            f"router_aux_loss_coef={coefficient:g} does not work with tp_size={mesh.tp.size()}: "
-            "set router_aux_loss_coef=0 or tp_size=1"
-        )
-    balance = LoadBalance(name, hf, coefficient)
-    if is_first_rank():
-        print(f"{name}: load-balancing loss of the routers, times {coefficient:g}")
-    return balance

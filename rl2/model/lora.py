@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from rl2.adapter_folder import WEIGHTS
 from rl2.model import nf4
-from rl2.model.adapter_folder import WEIGHTS
+from rl2.model.classes import idle_parts
 from rl2.model.moe import find_routers
-from rl2.model.towers import find_towers
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -119,7 +119,7 @@ def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], 
     Excluded are layers of towers and, unless `with_routers`, of routers. Layers of kinds that peft
     cannot adapt are in neither list.
     """
-    excluded = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    excluded = {part for _, tower in idle_parts(hf) for part in tower.modules()}
     if not with_routers:
         excluded |= find_routers(hf)
     linear_names: list[str] = []

@@ -26,12 +26,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rl2.attention.blocks import Layout
+from rl2.batch import Pack
+from rl2.config.schema import ActorConfig, WorkerConfig
+from rl2.model.attachment import Attachment, ModelSettings
+from rl2.model.classes import language_model_class
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, shrink
-from rl2.model.towers import language_model_class
+from rl2.parallel.mesh import all_reduce_sum_
 
 # Classes of transformers: Qwen3MoeTopKRouter, JetMoeTopKGating and others.
 CLASS_NAMES = ("router", "topkgating")
@@ -63,16 +69,24 @@ def find_logit_routers(hf: nn.Module) -> Iterator[tuple[nn.Module, int]]:
                 yield module, recorder.index
 
 
-def freeze_routers(name: str, hf: nn.Module) -> None:
-    """Freezes the routers of the model `name`. ValueError if it has none."""
-    parameters = [weight for router in find_routers(hf) for weight in router.parameters()]
-    if not parameters:
-        raise ValueError(f"freeze_router=true: {name} has no router; leave the key out")
-    for parameter in parameters:
-        parameter.requires_grad_(False)
+class FrozenRouters(Attachment):
+    """The routers of a model with freeze_router=true."""
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: nn.Module) -> "FrozenRouters | None":
+        """Freezes the routers. ValueError if the model has none."""
+        if not (settings.trainable and settings.config.freeze_router):
+            return None
+        parameters = [weight for router in find_routers(hf) for weight in router.parameters()]
+        if not parameters:
+            name = settings.config.model_name
+            raise ValueError(f"freeze_router=true: {name} has no router; leave the key out")
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        return cls()
 
 
-class Routing:
+class Routing(Attachment):
     """What the routers of the model `hf` choose: told, or replaced by what another model chose.
 
     ValueError for a model, which is called `name`, whose choices cannot be replayed.
@@ -92,6 +106,18 @@ class Routing:
         self._chosen: list[Tensor | None] = [None] * len(routers)
         for index, router in enumerate(routers):
             router.forward = partial(self._route, index, router.forward)
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Routing | None":
+        config = settings.config
+        replays = isinstance(config, ActorConfig) and config.routing_replay
+        return cls(config.model_name, hf) if settings.trainable and replays else None
+
+    def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
+        self.replayed = pack.experts
+        if pack.experts is not None:
+            missing = num_tokens - len(pack.experts)
+            self.replayed = F.pad(pack.experts, (0, 0, 0, 0, 0, missing))
 
     def last_choices(self) -> Tensor:
         """The choices [L, R, K] of the last forward pass, in host memory."""
@@ -184,25 +210,22 @@ def _count_calls(name: str, config: PreTrainedConfig) -> int:
     return counts.pop()
 
 
-def choose_coefficient(
-    config: PreTrainedConfig, coefficient: float | None, freeze_router: bool
-) -> float:
-    """The coefficient of the loss: the key's, or else that of a config that asks for the loss.
+def _choose_coefficient(config: WorkerConfig, model_config: PreTrainedConfig) -> float:
+    """The coefficient of the loss: the key's, or else that of a model that asks for the loss.
 
     Routers that are frozen have none unless the key says so.
     """
-    if coefficient is not None:
-        return coefficient
-    text: Any = config.get_text_config()
-    if freeze_router or not getattr(text, "output_router_logits", False):
+    if config.router_aux_loss_coef is not None:
+        return config.router_aux_loss_coef
+    text: Any = model_config.get_text_config()
+    if config.freeze_router or not getattr(text, "output_router_logits", False):
         return 0.0
     return getattr(text, "router_aux_loss_coef", DEFAULT_COEFFICIENT)
 
 
-class LoadBalance:
+class LoadBalance(Attachment):
     """The loss on the routers of the model `hf`.
 
-    `trained` [L] must be set before each forward pass of L tokens: how often each is trained.
     ValueError for a model to which transformers adds no such loss.
     """
 
@@ -214,8 +237,9 @@ class LoadBalance:
                 f"router_aux_loss_coef={coefficient:g}: transformers has no load-balancing loss "
                 f"for {name} ({hf.config.model_type}); leave the key out"
             )
+        self.name = name
         self.coefficient = coefficient
-        self.trained: Tensor | None = None
+        self.trained: Tensor | None = None  # [L] how often each token is trained
         text: Any = hf.config.get_text_config()
         self.num_choices: int = getattr(hf, "num_experts_per_tok", 0) or text.num_experts_per_tok
         self._counts: Tensor | None = None  # [2, E], sums over tokens: choices and probabilities
@@ -224,28 +248,51 @@ class LoadBalance:
         for router, index in routers:
             router.register_forward_hook(partial(self._after_router, index))
 
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "LoadBalance | None":
+        """ValueError for a model or a layout that cannot have the loss."""
+        config = settings.config
+        if not settings.trainable or settings.critic:
+            return None
+        coefficient = _choose_coefficient(config, hf.config)
+        if not coefficient:
+            return None
+        if config.tp_size > 1:
+            raise ValueError(
+                f"router_aux_loss_coef={coefficient:g} does not work with tp_size={config.tp_size}"
+                ": set router_aux_loss_coef=0 or tp_size=1"
+            )
+        return cls(config.model_name, hf, coefficient)
+
+    def after_read(self, hf: PreTrainedModel) -> None:
+        print(f"{self.name}: load-balancing loss of the routers, times {self.coefficient:g}")
+
+    def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
+        device = pack.tokens.device
+        ones = torch.ones(len(pack.hidden_index), device=device)
+        self.trained = torch.zeros(num_tokens, device=device)
+        self.trained.index_add_(0, pack.hidden_index, ones)
+
     @contextmanager
     def in_update(
-        self, run: Callable[[], None], sum_: Callable[[Tensor], Tensor], scale: float
-    ) -> Iterator[float]:
+        self, run_forward: Callable[[], None], scale: float
+    ) -> Iterator[dict[str, float]]:
         """A context whose backward passes add the gradient of the loss.
 
-        Gives E / k sum_e f_e P_e: 1 if the experts are used equally, E / k if k of them do it all.
-
-        `run` makes the forward passes of the mini-batch that are counted. `sum_` sums over all
-        processes, which must enter together. The gradient is multiplied by `scale`.
+        It reports E / k sum_e f_e P_e: 1 if the experts are used equally, E / k if k of them do it
+        all.
         """
         self._counts = None
         self._is_counting = True
-        run()
+        run_forward()
         self._is_counting = False
         assert self._counts is not None, "no router has run"
-        choices, probabilities = sum_(self._counts)
+        choices, probabilities = all_reduce_sum_(self._counts)
         num_rows = (choices.sum() / self.num_choices).clamp(min=1)  # tokens x routers
         slope = len(choices) * choices / num_rows**2  # of E sum_e f_e P_e
         self._slope = self.coefficient * scale * slope
         try:
-            yield (slope @ probabilities / self.num_choices).item()
+            yield {"load_balance": (slope @ probabilities / self.num_choices).item()}
         finally:
             self._slope = None
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rl2.model.towers import find_towers
+from rl2.model.classes import idle_parts
 from rl2.parallel.offload import as_sharded
 
 BLOCK = 64  # weights with a scale in common
@@ -110,7 +110,7 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
     ValueError if a row of a weight ends inside a block, and for experts, which are no linear layers
     and would keep most of the weights in 16 bits.
     """
-    in_towers = {weight for _, tower in find_towers(hf) for weight in tower.parameters()}
+    in_towers = {weight for _, tower in idle_parts(hf) for weight in tower.parameters()}
     for name, parameter in hf.named_parameters():
         is_stack = parameter.ndim >= 3 and min(parameter.shape[-2:]) > 1
         if is_stack and parameter not in in_towers:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from rl2.attention.blocks import Layout
 from rl2.attention.pages import documents
+from rl2.batch import Pack
+from rl2.model.attachment import Attachment, ModelSettings
 from rl2.parallel.device import copy_to_device
 
 # What a layer calls on transformers' cache, and attention does not.
@@ -49,23 +51,18 @@ def _updates_state(module_class: type) -> bool:
     return False
 
 
-def check_layout(name: str, hf: nn.Module, sp_size: int, tp_size: int) -> None:
-    """ValueError if the model `name` has recurrent layers, and they would be cut."""
-    layer = next(filter(is_recurrent, hf.modules()), None)
-    for key, size in (("sp_size", sp_size), ("tp_size", tp_size)):
-        if layer is not None and size > 1:
-            raise ValueError(
-                f"{key}={size}: {name} has layers that carry a state from token to token "
-                f"({type(layer).__name__}), which rl2 does not cut over processes: set {key}=1"
-            )
-
-
-class RecurrentLayers:
+class RecurrentLayers(Attachment):
     """The recurrent layers of `hf`, whose forward passes go through `run`. False if it has none.
 
     `run` is set before each forward pass of the model. It stays for the backward pass, in which
     layers may run again.
     """
+
+    repeats_prompts = True
+    inexact = (
+        "has recurrent layers, which add in another order in the engine's decoding steps than in "
+        "the trainer"
+    )
 
     def __init__(self, hf: nn.Module):
         self.modules = [module for module in hf.modules() if is_recurrent(module)]
@@ -76,6 +73,22 @@ class RecurrentLayers:
             module.__dict__["forward"] = partial(
                 self._forward, module.forward, signature, cache_name
             )
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: nn.Module) -> "RecurrentLayers | None":
+        config = settings.config
+        layers = cls(hf)
+        for key, size in (("sp_size", config.sp_size), ("tp_size", config.tp_size)):
+            if layers and size > 1:
+                raise ValueError(
+                    f"{key}={size}: {config.model_name} has layers that carry a state from token "
+                    f"to token ({type(layers.modules[0]).__name__}), which rl2 does not cut over "
+                    f"processes: set {key}=1"
+                )
+        return layers or None
+
+    def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
+        self.run = PackedRows(layout)
 
     def __bool__(self) -> bool:
         return bool(self.modules)

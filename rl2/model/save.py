@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl2.model.token_model import TokenModel
-from rl2.model.towers import copy_processor, find_towers
 
 
 def save_model(
@@ -38,5 +37,5 @@ def save_model(
     hf.config.dtype = dtype  # save_pretrained wrote that of our parameters
     hf.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if find_towers(hf):
-        copy_processor(hf, folder)
+    for part in model.attachments:
+        part.save(hf, folder)

@@ -3,7 +3,7 @@
 Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequences, T columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
-from rl2.model.exact import Exactness
+from rl2.config.conditions import Exactness
+from rl2.model.attachment import Attachment
+from rl2.model.classes import idle_parts
 from rl2.model.head import (
     HeadInputs,
     candidate_mask,
@@ -25,10 +27,7 @@ from rl2.model.head import (
     logit_cap,
     logit_divisor,
 )
-from rl2.model.moe import LoadBalance, Routing
 from rl2.model.nf4 import num_weights
-from rl2.model.recurrent import PackedRows, RecurrentLayers
-from rl2.model.towers import find_towers
 
 
 @dataclass
@@ -57,8 +56,7 @@ class TokenModel(nn.Module):
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced. `balance` is a loss on the routers of `hf`. With `routing` tokens
-    go to the experts that a pack names, if it names them.
+    whose head cannot be replaced. `attachments` are those of `hf`.
     """
 
     def __init__(
@@ -68,8 +66,7 @@ class TokenModel(nn.Module):
         tp: dist.ProcessGroup | None = None,
         head_dtype: torch.dtype = torch.float32,
         exactness: Exactness = Exactness.OFF,
-        balance: LoadBalance | None = None,
-        routing: Routing | None = None,
+        attachments: Sequence[Attachment] = (),
     ):
         super().__init__()
         if hf.base_model is hf:
@@ -81,9 +78,8 @@ class TokenModel(nn.Module):
         self.ring = ring
         self.tp = tp
         self.head_dtype = head_dtype
-        self.balance = balance
-        self.routing = routing
-        self.recurrent = RecurrentLayers(hf)
+        self.attachments = attachments
+        self.repeats_prompts = any(part.repeats_prompts for part in attachments)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
@@ -101,12 +97,7 @@ class TokenModel(nn.Module):
         """Why the model cannot have the bits of the engine, in words; None if it can."""
         if self.logit_divisor != 1.0:
             return "divides its logits, which the engine and the trainer do at different places"
-        if self.recurrent:
-            return (
-                "has recurrent layers, which add in another order in the engine's decoding steps "
-                "than in the trainer"
-            )
-        return None
+        return next((part.inexact for part in self.attachments if part.inexact), None)
 
     def forward(
         self,
@@ -153,19 +144,10 @@ class TokenModel(nn.Module):
         attend = PackedAttention(
             pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
         )
-        if self.recurrent:
-            self.recurrent.run = PackedRows(attend.layout)
         missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
         tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
-        if self.balance is not None:
-            trained = torch.zeros(tokens.shape[1], device=tokens.device)
-            ones = torch.ones(len(pack.hidden_index), device=tokens.device)
-            self.balance.trained = trained.index_add_(0, pack.hidden_index, ones)
-        if self.routing is not None:
-            experts = pack.experts
-            if experts is not None:
-                experts = F.pad(experts, (0, 0, 0, 0, 0, missing))
-            self.routing.replayed = experts
+        for part in self.attachments:
+            part.before_forward(pack, attend.layout, tokens.shape[1])
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
 
@@ -200,6 +182,6 @@ def attention_cost(hf: PreTrainedModel) -> float:
         pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
     size = num_weights(hf)
-    for _, tower in find_towers(hf):
-        size -= sum(parameter.numel() for parameter in tower.parameters())
+    for _, part in idle_parts(hf):
+        size -= sum(parameter.numel() for parameter in part.parameters())
     return channels / size

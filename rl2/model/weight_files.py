@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from rl2.model.towers import empty_language_model
+from rl2.model.classes import empty_language_model
 
 INDEX = "model.safetensors.index.json"
 # Ways of quantization that transformers can undo while it loads, without another package.

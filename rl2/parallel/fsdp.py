@@ -1,6 +1,6 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,9 +20,16 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from rl2.parallel.mesh import Mesh
 from rl2.progress import mark, track
 
-# A class of layers is compiled with a gradient and without, for each model of the process, kind of
-# attention, and weights that are trained or frozen. torch gives up after 8.
-MOST_VARIANTS = 64
+
+def find_layers(hf: nn.Module, idle: Sequence[nn.Module] = ()) -> list[Any]:
+    """The layers of a Hugging Face model, but for those within the modules `idle`."""
+    classes: Any = getattr(hf, "_no_split_modules", None) or ()
+    never_run = {part for module in idle for part in module.modules()}
+    layers = []
+    for module in hf.modules():
+        if type(module).__name__ in classes and module not in never_run:
+            layers.append(module)
+    return layers
 
 
 def shard(
@@ -30,7 +37,6 @@ def shard(
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool | int = False,
-    compile: bool = False,
     recompute_context: Callable[[], Any] | None = None,
     idle: Sequence[nn.Module] = (),
 ) -> None:
@@ -41,31 +47,21 @@ def shard(
 
     `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
     of the first; the backward pass reaches these last, when it has freed what the others kept.
-    `compile` compiles the layers, for any number of tokens. `recompute_context` is the `context_fn`
-    of torch's checkpoint. `idle` modules never run: they are sharded by themselves, and never
-    gathered.
+    `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run: they
+    are sharded by themselves, and never gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in idle:
         fully_shard(module, mesh=mesh.fsdp)
-    layer_classes = model.hf._no_split_modules or ()
-    never_run = {part for module in idle for part in module.modules()}
-    layers = []
-    for module in model.hf.modules():
-        if type(module).__name__ in layer_classes and module not in never_run:
-            layers.append(module)
-    if compile:
-        torch._dynamo.config.recompile_limit = MOST_VARIANTS
+    layers = find_layers(model.hf, idle)
     num_recomputed = len(layers) if gradient_checkpointing else 0
     if type(gradient_checkpointing) is int:
         num_recomputed = gradient_checkpointing
     for i, layer in enumerate(layers):
         mark()
         is_recomputed = i < num_recomputed
-        if compile:  # within checkpoint and FSDP's hooks
-            layer.forward = torch.compile(layer.forward, dynamic=True)
         if is_recomputed:
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.
@@ -110,13 +106,13 @@ def scatter(
     model: Any,
     full: dict[str, Tensor] | None,
     mesh: Mesh,
-    change: Callable[[str, Tensor], Tensor] | None = None,
+    changes: Iterable[Callable[[str, Tensor], Tensor]] = (),
 ) -> None:
     """Gives memory and values to `model`, which has its parameters on the meta device.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
-    way, so that no weight is there twice for longer than needed. `change(name, weight)` returns
-    what is cut in the place of each whole weight. All processes must call.
+    way, so that no weight is there twice for longer than needed. Each of the `changes` is given the
+    name and the whole weight, and returns what is cut in its place. All processes must call.
     """
     buffers = dict(model.named_buffers())
     model.to_empty(device=mesh.device)
@@ -133,9 +129,9 @@ def scatter(
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         else:
             value = full.pop(name).to(mesh.device)
-            if parameter.dtype.is_floating_point:  # `change` makes bytes
+            if parameter.dtype.is_floating_point:  # a change makes bytes
                 value = value.to(parameter.dtype)
-            if change is not None:
+            for change in changes:
                 value = change(name, value)
         if mesh.tp is not None:
             tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]

@@ -20,8 +20,8 @@ from rl2.batch import Batch
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
 from rl2.config.rules import loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig, worker_names
+from rl2.model.classes import language_model_class
 from rl2.model.load import FILES, HuggingFaceFiles
-from rl2.model.towers import language_model_class
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device

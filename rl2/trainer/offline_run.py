@@ -72,11 +72,9 @@ class OfflineRun:
         self.cursor = DataCursor(examples)
         self.source_metrics: dict[str, float] = {}  # of the last batch
         self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
-        torch.manual_seed(config.trainer.seed)  # of new weights
+        torch.manual_seed(config.trainer.seed)  # of new weights, and their places in dither.py
         worker_config = getattr(config, self.worker_name)
-        self.worker = Worker(
-            worker_config, device, is_critic, num_updates=num_steps, seed=config.trainer.seed
-        )
+        self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.cursor}
         self.recorder = Recorder(

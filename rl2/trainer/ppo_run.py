@@ -399,8 +399,6 @@ def make_ppo_workers(
         device,
         num_updates=count_updates("actor", config.actor),
         exactness=exactness,
-        seed=config.trainer.seed,
-        routing_replay=config.actor.routing_replay,
     )
     workers = {"actor": actor}
     frozen: dict[str, Worker | Reference] = {}
@@ -417,7 +415,6 @@ def make_ppo_workers(
             device,
             critic=True,
             num_updates=count_updates("critic", section),
-            seed=config.trainer.seed,
         )
     return workers, frozen
 

@@ -39,7 +39,7 @@ def read_adapter_config(folder: str) -> dict[str, Any]:
     if not (path / WEIGHTS).is_file():
         raise ValueError(f"it has no {WEIGHTS}; save the adapters as safetensors")
     try:
-        config = json.loads((path / CONFIG).read_text("utf-8"))
+        config: dict[str, Any] = json.loads((path / CONFIG).read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{CONFIG} is no JSON: {error}") from error
     for name, values in PLAIN.items():

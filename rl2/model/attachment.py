@@ -1,0 +1,72 @@
+"""The seam of a model's features: what attaches to a model, and when it is called."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl2.attention.blocks import Layout
+from rl2.batch import Pack
+from rl2.config.schema import WorkerConfig
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a model is loaded for."""
+
+    config: WorkerConfig
+    """the worker's section; a frozen model may have one with the keys of `ModelConfig` alone"""
+    dtype: torch.dtype
+    """of the computation"""
+    critic: bool = False
+    """it has a scalar head instead of a language head"""
+    trainable: bool = False
+
+
+class Attachment:
+    """A feature that attaches to a model. It overrides what it needs; these methods do nothing.
+
+    The calls come in the order of the methods. All processes make them, but for `after_read`.
+    """
+
+    repeats_prompts = False
+    """a shared prompt runs once for each of its answers"""
+    inexact: str | None = None
+    """why the model cannot have the bits of the embedded engine, in words"""
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: Any) -> "Attachment | None":
+        """Changes the model `hf`, which has no memory yet. None if it does not have the feature.
+
+        ValueError if it cannot have it. It prints nothing, and reads no weights.
+        """
+        raise NotImplementedError
+
+    def after_read(self, hf: Any) -> None:
+        """On rank 0: `hf` has the weights of the files, and is not changed by `attach`."""
+
+    def change(self, name: str, weight: Tensor) -> Tensor:
+        """What is cut in the place of the whole weight `name`. On rank 0."""
+        return weight
+
+    def after_shard(self, model: Any) -> None:
+        """The TokenModel is cut, and has its weights."""
+
+    def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
+        """The model runs `pack`, padded to `num_tokens` tokens, next."""
+
+    def in_update(
+        self, run_forward: Callable[[], None], scale: float
+    ) -> AbstractContextManager[dict[str, float]]:
+        """The context of an update's backward passes, which gives what it reports.
+
+        `run_forward` runs all micro-batches without a gradient. A gradient that is added is
+        multiplied by `scale`, as that of the loss is.
+        """
+        return nullcontext({})
+
+    def save(self, hf: Any, folder: str) -> None:
+        """The weights and the config of the model are in `folder`. On rank 0."""

@@ -1,0 +1,30 @@
+"""Which features models have: a file and a row each."""
+
+from typing import Any
+
+from rl2.model.attachment import Attachment, ModelSettings
+from rl2.model.compiled import CompiledLayers
+from rl2.model.dither import Dither
+from rl2.model.moe import FrozenRouters, LoadBalance, Routing
+from rl2.model.recurrent import RecurrentLayers
+from rl2.model.towers import Towers
+
+# In the order in which they attach.
+ATTACHMENTS: list[type[Attachment]] = [
+    Towers,
+    RecurrentLayers,
+    FrozenRouters,
+    LoadBalance,
+    Routing,
+    CompiledLayers,
+    Dither,
+]
+
+
+def attach_all(settings: ModelSettings, hf: Any) -> list[Attachment]:
+    """Attaches to `hf`, which has no memory yet, what the settings ask for and what it needs.
+
+    ValueError for a feature that the model cannot have.
+    """
+    attached = [kind.attach(settings, hf) for kind in ATTACHMENTS]
+    return [part for part in attached if part is not None]

@@ -1,0 +1,66 @@
+"""Which class of transformers loads a language model, and which parts of it read text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """The auto class that loads a language model: with its towers if its files have some.
+
+    transformers also has classes that leave the towers out (Qwen3.5); exports would lack them.
+    """
+    kind = type(config)
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        model_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[kind]
+        whole = model_class.__name__
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or whole in (config.architectures or []):
+            return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
+
+
+def empty_language_model(config: PreTrainedConfig) -> Any:
+    """The language model of a config without memory: names and shapes of its weights alone."""
+    with torch.device("meta"):
+        return language_model_class(config).from_config(config)
+
+
+def is_language_model(config: PreTrainedConfig) -> bool:
+    """Whether `language_model_class` can load it."""
+    kind = type(config)
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+def idle_parts(hf: Any) -> list[tuple[str, nn.Module]]:
+    """The largest modules of `hf` that are neither its text model nor its head, by name.
+
+    They see images or hear audio, so the text of a prompt never runs them.
+    """
+    return list(_outside(hf, "", text_parts(hf)))
+
+
+def text_parts(hf: Any) -> set[nn.Module]:
+    """The text model of `hf` and its head, or all of a model without towers."""
+    if hf.config.get_text_config() is hf.config:
+        return {hf, *hf.children()}
+    parts = (hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None))
+    return {part for part in parts if part is not None}
+
+
+def _outside(module: nn.Module, prefix: str, text: set[Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if child in text:
+            continue
+        if any(part in text for part in child.modules()):
+            yield from _outside(child, f"{prefix}{name}.", text)
+        elif any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
