@@ -20,13 +20,11 @@ from rl2.batch import Batch, Pack
 from rl2.config.conditions import Exactness
 from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
-from rl2.model import lora
 from rl2.model.attachment import ModelSettings
 from rl2.model.exact import EngineCheck
 from rl2.model.load import FILES, HuggingFaceFiles, load_model
-from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
-from rl2.model.token_model import TokenScores
+from rl2.model.token_model import TokenScores, own_weights
 from rl2.optimizer import AdamW, Muon, WeightSample, clip_gradient_, hidden_matrices, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
@@ -81,20 +79,6 @@ class UpdateResult:
         return numbers | {name: total / weight for name, total in self.metrics.items()}
 
 
-def make_lora_settings(config: WorkerConfig) -> LoraSettings | None:
-    """The adapters of a worker that is trained; None if all its weights are."""
-    if not config.lora_rank:
-        return None
-    return LoraSettings(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        targets=config.lora_targets,
-        folder=config.adapter,
-        with_routers=not config.freeze_router,
-        base=config.quantize_base,
-    )
-
-
 class Worker:
     """One model, sharded over all processes.
 
@@ -121,19 +105,13 @@ class Worker:
         self.mesh = make_mesh(device, config.fsdp_size, config.sp_size, config.tp_size)
         self.dtype = compute_dtype(config.dtype, device)
         is_trained = num_updates > 0
-        self.lora_settings = make_lora_settings(config) if is_trained else None
-        settings = ModelSettings(config, self.dtype, critic, is_trained)
-        self.model = load_model(settings, self.mesh, exactness, source, self.lora_settings)
+        self.settings = ModelSettings(config, self.dtype, critic, is_trained)
+        self.model = load_model(self.settings, self.mesh, exactness, source)
         self.engine_check = EngineCheck(self.model.exactness)
         parameters = dict(self.model.named_parameters())
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
-        # Of adapters that are trained further, in the order of `adapter_states`: the reference has
-        # them. New ones start at 0.
-        self.start_adapters: list[Tensor] | None = None
-        if self.lora_settings is not None and config.adapter:
-            self.start_adapters = [state.clone() for state in self.adapter_states()]
         self.optimizer: Any = None  # unless the model is frozen
         if is_trained:
             options = (config.weight_decay, config.offload_optimizer, config.betas)
@@ -175,14 +153,9 @@ class Worker:
 
     def reference(self) -> "Worker | Reference":
         """Returns what infers with the model that this worker started from."""
-        if self.lora_settings is not None:
+        if self.settings.freezes_base:
             return Reference(self)
         return Worker(self.config, self.mesh.device, exactness=self.exactness, source=self.source)
-
-    def adapter_states(self) -> list[Tensor]:
-        """The adapters' values, as `WeightMemory.state` gives them."""
-        parameters = self.trained_parameters.items()
-        return [self.memory.state(value) for name, value in parameters if lora.is_adapter(name)]
 
     def copy_weights(self, source: "Worker") -> None:
         """Takes the weights of `source`, a worker of the same layout, from shard to shard.
@@ -266,7 +239,7 @@ class Worker:
         Only one weight at a time of a model in host memory is on the device.
         All processes must iterate to the end.
         """
-        yield from _whole(lora.merged(self.model.hf, self.memory.read), dtype)
+        yield from _whole(self.model.iter_weights(self.memory.read), dtype)
         yield from persistent_buffers(self.model.hf)
 
     def iter_unmerged_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -274,15 +247,14 @@ class Worker:
 
         The names are those of a model with the same adapters, see lora.py.
         """
-        parameters = track(list(self.model.hf.named_parameters()), "weights")
-        yield from _whole(((name, self.memory.read(x)) for name, x in parameters), dtype)
+        yield from _whole(own_weights(self.model.hf, self.memory.read), dtype)
         yield from persistent_buffers(self.model.hf)
 
-    def iter_adapters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Those of `iter_unmerged_weights` that are adapters."""
-        parameters = list(self.model.hf.named_parameters())
-        adapters = track([(name, x) for name, x in parameters if lora.is_adapter(name)], "adapters")
-        yield from _whole(((name, self.memory.read(x)) for name, x in adapters), dtype)
+    def iter_trained_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Those of `iter_unmerged_weights` that are trained: the adapters of an actor."""
+        parameters = [x for x in self.model.hf.named_parameters() if x[1].requires_grad]
+        trained = track(parameters, "trained weights")
+        yield from _whole(((name, self.memory.read(x)) for name, x in trained), dtype)
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.
@@ -296,10 +268,8 @@ class Worker:
         with writing(folder):
             weights = self.iter_full_weights(self.dtype)
             save_model(folder, self.model, weights, tokenizer, self.dtype)
-            if self.lora_settings is not None:
-                lora.save(
-                    self.model.hf, f"{folder}/adapter", self.config.model_name, self.memory.read
-                )
+            for part in self.model.attachments:
+                part.save(self.model, folder, self.memory.read)
             if with_optimizer:
                 export_optimizer(self.optimizer, folder)
         dist.barrier()
@@ -430,9 +400,9 @@ def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[t
 
 
 class Reference:
-    """The model that a worker with adapters started from: its own weights with other adapters.
+    """The model that a worker with adapters started from: its own, without what it has learned.
 
-    These are the worker's `start_adapters`, or none. The model takes no memory beside them.
+    It takes no memory beside that of the worker.
     """
 
     def __init__(self, worker: Worker):
@@ -444,8 +414,8 @@ class Reference:
         """As `Worker.infer`, where the routers choose."""
         worker = self.worker
         batch = replace(batch, experts=None)
-        context = lora.disabled(worker.model.hf)
-        if worker.start_adapters is not None:
-            context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
-        with context, worker.engine_check.paused():  # the engine has the worker's own adapters
+        with ExitStack() as stack:
+            for part in worker.model.attachments:
+                stack.enter_context(part.at_start(worker.model, worker.memory))
+            stack.enter_context(worker.engine_check.paused())  # the engine has the worker's weights
             return worker.infer(batch, temperature)

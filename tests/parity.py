@@ -125,7 +125,7 @@ def two_steps(name, critic, device, batch, **changes):
         "sharded_modules": sum(isinstance(m, FSDPModule) for m in worker.model.modules()),
         "scores": vars(scores),
         "updates": [update.to_log() for update in updates],
-        "weights": weights | dict(worker.iter_adapters(torch.float32)),
+        "weights": weights | dict(worker.iter_trained_weights(torch.float32)),
         "version": worker.version,
         "initial_adapters": initial_adapters,
     }

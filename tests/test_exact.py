@@ -123,9 +123,9 @@ def make_adapted_pair(name, dtype, **changes):
     config = worker_config(name, dtype=dtype, **{"lr": 1e-2, "lora_rank": 8, **changes})
     torch.manual_seed(0)
     worker = Worker(config, CPU, num_updates=4, exactness=Exactness.DEMANDED)
-    options = {"max_running_requests": 24, "exact": True, "adapters": worker.lora_settings}
+    options = {"max_running_requests": 24, "exact": True, "adapters": worker.config}
     engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
-    engine.load_weights(worker.iter_adapters(worker.dtype), 0)
+    engine.load_weights(worker.iter_trained_weights(worker.dtype), 0)
     engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
     return engine, worker
 
@@ -226,7 +226,7 @@ def test_they_are_equal_with_adapters(models, family, dtype, changes):
         worker.update(batch, policy_loss, with_entropy=True)
         engine.sleep()
         engine.wake()
-        engine.load_weights(worker.iter_adapters(worker.dtype), version)
+        engine.load_weights(worker.iter_trained_weights(worker.dtype), version)
     assert difference(roll_out(engine, seed=9), worker) == 0
     engine.close()
     plain.close()

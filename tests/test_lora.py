@@ -184,7 +184,7 @@ def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
     answers = play(engine, prompts, max_new_tokens=8)
     engine.sleep()
     engine.wake()
-    engine.load_weights(worker.iter_adapters(worker.dtype), 1)
+    engine.load_weights(worker.iter_trained_weights(worker.dtype), 1)
     trained_answers = play(engine, prompts, max_new_tokens=8)  # no key of a prompt is an old one
     check_logps(trained_answers, prompts, exported, 1.0)
     assert [out.logps for out in answers] != [out.logps for out in trained_answers]
@@ -204,14 +204,14 @@ def test_adapters_that_do_not_fit_are_told(make, tmp_path):
 
 def make_engine(worker, **changes):
     """An engine that applies the worker's adapters. Their values are to come if they are new."""
-    settings = {"adapters": worker.lora_settings, **changes}
+    settings = {"adapters": worker.config, **changes}
     name = worker.config.model_name
     return LocalEngine(EngineSettings(name, worker.dtype, torch.device("cpu"), **settings))
 
 
 def test_only_adapters_are_sent_and_all_of_them(make):
     worker = make(lora_targets=["q_proj", "down_proj"])
-    adapters = dict(worker.iter_adapters(torch.float32))
+    adapters = dict(worker.iter_trained_weights(torch.float32))
     # A and B of two matrices in two layers: 3 x (in + out) numbers each.
     assert len(adapters) == 2 * 2 * 2
     assert sum(weight.numel() for weight in adapters.values()) == sum(

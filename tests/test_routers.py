@@ -6,7 +6,7 @@ from common import make_model, make_tokenizer
 from parity import make_batch, policy_loss, worker_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl2.model.moe import find_routers
+from rl2.model.classes import find_routers
 from rl2.worker import Worker
 
 MIXTURES = {

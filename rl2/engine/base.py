@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl2.config.schema import WorkerConfig
 from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a part of the protocol
-from rl2.model.lora import LoraSettings, is_adapter
+from rl2.model.lora import is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
 Seed = tuple[int, ...]  # of one answer; each number may be of any size
@@ -62,10 +63,10 @@ class EngineSettings:
     with_experts: bool = False
     """requests may have `experts_from`. ValueError for a model or an engine that cannot tell them
     """
-    adapters: LoraSettings | None = None
-    """what the engine puts beside the weights of `model_name`, and applies; None: nothing, the
-    trainer sends merged weights. Values of new adapters have to be loaded before the first
-    `generate`"""
+    adapters: WorkerConfig | None = None
+    """the actor whose adapters the engine puts beside the weights of `model_name`, and applies;
+    None: the trainer sends merged weights. Values of new adapters have to be loaded before the
+    first `generate`"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float = 0.6

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rl2.attention.blocks import Layout
 from rl2.batch import Pack
 from rl2.config.schema import WorkerConfig
+from rl2.parallel.offload import WeightMemory
+
+Read = Callable[[nn.Parameter], DTensor]
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class ModelSettings:
     """it has a scalar head instead of a language head"""
     trainable: bool = False
 
+    @property
+    def freezes_base(self) -> bool:
+        """Whether only what is attached is trained, and a critic's head."""
+        return self.trainable and self.config.lora_rank > 0
+
 
 class Attachment:
     """A feature that attaches to a model. It overrides what it needs; these methods do nothing.
@@ -34,6 +43,8 @@ class Attachment:
 
     repeats_prompts = False
     """a shared prompt runs once for each of its answers"""
+    uncounted_weights = 0
+    """weights that the parameters do not count, since they are stored in fewer bytes"""
     inexact: str | None = None
     """why the model cannot have the bits of the embedded engine, in words"""
 
@@ -46,7 +57,7 @@ class Attachment:
         raise NotImplementedError
 
     def after_read(self, hf: Any) -> None:
-        """On rank 0: `hf` has the weights of the files, and is not changed by `attach`."""
+        """On rank 0: `hf` has the weights of the files, and `attach` has not changed it."""
 
     def change(self, name: str, weight: Tensor) -> Tensor:
         """What is cut in the place of the whole weight `name`. On rank 0."""
@@ -68,5 +79,9 @@ class Attachment:
         """
         return nullcontext({})
 
-    def save(self, hf: Any, folder: str) -> None:
-        """The weights and the config of the model are in `folder`. On rank 0."""
+    def at_start(self, model: Any, memory: WeightMemory) -> AbstractContextManager[None]:
+        """A context in which the model is the one that training began with."""
+        return nullcontext()
+
+    def save(self, model: Any, folder: str, read: Read) -> None:
+        """The model has been written to `folder`. `read` gives a parameter on the device."""

@@ -5,6 +5,7 @@ from typing import Any
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.model.compiled import CompiledLayers
 from rl2.model.dither import Dither
+from rl2.model.lora import Adapters
 from rl2.model.moe import FrozenRouters, LoadBalance, Routing
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import Towers
@@ -12,6 +13,7 @@ from rl2.model.towers import Towers
 # In the order in which they attach.
 ATTACHMENTS: list[type[Attachment]] = [
     Towers,
+    Adapters,
     RecurrentLayers,
     FrozenRouters,
     LoadBalance,

@@ -1,4 +1,4 @@
-"""Which class of transformers loads a language model, and which parts of it read text."""
+"""Which class of transformers loads a language model, and which parts of it are which."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +12,10 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+# Routers of experts. Classes of transformers: Qwen3MoeTopKRouter, JetMoeTopKGating and others.
+CLASS_NAMES = ("router", "topkgating")
+MODULE_NAMES = ("router", "gate")  # where the class has another name (Hunyuan)
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
@@ -64,3 +68,14 @@ def _outside(module: nn.Module, prefix: str, text: set[Any]) -> Iterator[tuple[s
             yield from _outside(child, f"{prefix}{name}.", text)
         elif any(True for _ in child.parameters()):
             yield f"{prefix}{name}", child
+
+
+def find_routers(hf: nn.Module) -> set[nn.Module]:
+    """The modules of all routers, and the modules within them."""
+    routers: set[nn.Module] = set()
+    for name, module in hf.named_modules():
+        class_name = type(module).__name__.lower()
+        is_named = name.rpartition(".")[2] in MODULE_NAMES
+        if is_named or any(part in class_name for part in CLASS_NAMES):
+            routers.update(module.modules())
+    return routers

@@ -29,17 +29,14 @@ class Dither(Attachment):
     They depend on the seed that torch's generator last got.
     """
 
-    def __init__(self) -> None:
-        self.seed = torch.initial_seed()
-
     @classmethod
     def attach(cls, settings: ModelSettings, hf: Any) -> "Dither | None":
-        config = settings.config
-        is_half = settings.trainable and settings.dtype == torch.bfloat16
-        return cls() if is_half and config.dither_weights and not config.lora_rank else None
+        is_whole = settings.trainable and not settings.freezes_base
+        is_rounded = is_whole and settings.dtype == torch.bfloat16
+        return cls() if is_rounded and settings.config.dither_weights else None
 
     def change(self, name: str, weight: Tensor) -> Tensor:
-        return dither_(self.seed, name, weight)
+        return dither_(torch.initial_seed(), name, weight)
 
 
 def dither_(seed: int, name: str, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,19 +23,15 @@ from rl2 import progress
 from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
 from rl2.attention.ring import Ring, keep_attention
 from rl2.config.conditions import Exactness
-from rl2.model import lora
 from rl2.model.admission import admit
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.model.attachments import attach_all
 from rl2.model.classes import idle_parts, language_model_class
-from rl2.model.lora import LoraSettings
-from rl2.model.nf4 import nf4_layers, quantize
 from rl2.model.token_model import TokenModel
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
 from rl2.parallel.mesh import Mesh, broadcast_object
-from rl2.parallel.rank import is_first_rank
 
 
 class HuggingFaceFiles:
@@ -66,7 +62,6 @@ def load_model(
     mesh: Mesh,
     exactness: Exactness = Exactness.OFF,
     source: HuggingFaceFiles = FILES,
-    lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
     """Loads a Hugging Face causal LM, or a critic (its body with a scalar head), over `mesh`.
 
@@ -87,19 +82,15 @@ def load_model(
     source.admit(name, config, settings.critic)
 
     # Every process builds the model without memory, as it will be trained.
-    parameter_dtype = torch.float32 if trainable and lora_settings is None else settings.dtype
-    with init_empty_weights(include_buffers=False):
-        plain_config = without_quantization(config)
-        hf = model_class.from_config(plain_config, attn_implementation="rl2", dtype=parameter_dtype)
-        lora.inject(hf, lora_settings)
-        lora.quantize_base(hf, lora_settings)
+    all_in_fp32 = trainable and not settings.freezes_base
+    parameter_dtype = torch.float32 if all_in_fp32 else settings.dtype
+    hf = _build(model_class, config, parameter_dtype)
     attachments = attach_all(settings, hf)
-    quantized = _find_quantized(name, hf)
     hf.tie_weights()  # meta parameters lose their ties
 
     # The first process reads the weights, before the model is cut: a problem ends all of them here.
     read = partial(source.read, model_class, name, config, parameter_dtype)
-    full = _read_whole(read, attachments, lora_settings)
+    full = _read_whole(read, attachments)
 
     # Tensor parallelism cuts the model, then FSDP. Each process gets its part of every weight.
     tp_group = None
@@ -123,22 +114,23 @@ def load_model(
         recompute_context=keep_attention,
         idle=[part for _, part in idle_parts(hf)],
     )
-    changes = [part.change for part in attachments]
-    if quantized:
-        changes.append(partial(_quantize_some, quantized))
-    fsdp.scatter(model, full, mesh, changes)
+    fsdp.scatter(model, full, mesh, [part.change for part in attachments])
     for part in attachments:
         part.after_shard(model)
     return model
 
 
-def check_adapters(name: str, critic: bool, settings: LoraSettings | None) -> None:
-    """ValueError if the model `name` cannot have these adapters. Only its config is read."""
-    config, model_class = _read_class(name, critic)
-    with init_empty_weights():
-        hf = model_class.from_config(without_quantization(config))
-        lora.inject(hf, settings)
-        lora.quantize_base(hf, settings)
+def check_attachments(settings: ModelSettings) -> None:
+    """ValueError if the model cannot have what its settings ask for. It reads no weights."""
+    config, model_class = _read_class(settings.config.model_name, settings.critic)
+    attach_all(settings, _build(model_class, config, settings.dtype))
+
+
+def _build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The Hugging Face model without memory, with the attention of rl2."""
+    with init_empty_weights(include_buffers=False):
+        plain = without_quantization(config)
+        return model_class.from_config(plain, attn_implementation="rl2", dtype=dtype)
 
 
 def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, Any]:
@@ -146,17 +138,6 @@ def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, Any]:
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
     return config, AutoModelForSequenceClassification if critic else language_model_class(config)
-
-
-def _find_quantized(name: str, hf: Any) -> set[str]:
-    """The names of the weights that are stored in 4 bits. The first process prints their number."""
-    quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
-    if quantized and is_first_rank():
-        print(
-            f"{name}: {len(quantized)} linear layers of the base are stored in nf4; engines and "
-            "exports get the dequantised weights, with the adapters merged in"
-        )
-    return quantized
 
 
 def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: bool) -> Exactness:
@@ -169,9 +150,7 @@ def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: 
 
 
 def _read_whole(
-    read: Callable[[], Any],
-    attachments: Iterable[Attachment],
-    lora_settings: LoraSettings | None,
+    read: Callable[[], Any], attachments: Iterable[Attachment]
 ) -> dict[str, Tensor] | None:
     """The whole weights on rank 0, which `read` reads; None on the others.
 
@@ -186,8 +165,6 @@ def _read_whole(
         except ValueError as error:
             problem = str(error)
         else:
-            lora.inject(full_hf, lora_settings)
-            lora.read_weights(full_hf, lora_settings)
             for part in attachments:
                 part.after_read(full_hf)
             full = full_hf.state_dict()
@@ -197,11 +174,6 @@ def _read_whole(
     if problem is not None:
         raise ValueError(problem)
     return full
-
-
-def _quantize_some(names: Collection[str], name: str, weight: Tensor) -> Tensor:
-    """The bytes of a weight that is among `names`, or the weight itself."""
-    return quantize(weight) if name in names else weight
 
 
 def _check_softcap(name: str, config: PreTrainedConfig) -> None:

@@ -8,25 +8,28 @@ names tensor.py and nf4.py know a part, other files nothing. An engine with the 
 same names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rl2.adapter_folder import WEIGHTS
+from rl2.config.schema import WorkerConfig
 from rl2.model import nf4
-from rl2.model.classes import idle_parts
-from rl2.model.moe import find_routers
+from rl2.model.attachment import Attachment, ModelSettings, Read
+from rl2.model.classes import find_routers, idle_parts
+from rl2.parallel.offload import WeightMemory, local_shard
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -36,30 +39,108 @@ PREFIX = "base_model.model."  # of names in its files, which leave the adapter's
 NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
-@dataclass(frozen=True)
-class LoraSettings:
-    """Which adapters a model gets: new ones, or those of a folder, which gives all of it."""
+class Adapters(Attachment):
+    """The adapters of a model with lora_rank above 0, new ones or those of a folder.
 
-    rank: int
-    alpha: float  # the scale is alpha / rank
-    targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
-    folder: str | None = None  # as peft writes it
-    with_routers: bool = True  # whether layers of routers get adapters
-    base: str | None = None  # nf4: the frozen linear layers are stored in 4 bits
+    They are all that is trained, beside a critic's head. With quantize_base the linear layers of
+    the base are in 4 bits.
+    """
+
+    def __init__(self, config: WorkerConfig, hf: PreTrainedModel):
+        self.config = config
+        self.quantized = {f"{layer}.weight" for layer in nf4.nf4_layers(hf)}
+        self.uncounted_weights = nf4.uncounted_weights(hf)
+        self.start: list[Tensor] = []  # of adapters that are trained further
+
+    @classmethod
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Adapters | None":
+        if not settings.freezes_base:
+            return None
+        with init_empty_weights(include_buffers=False):
+            inject(hf, settings.config)
+            _quantize_base(hf, settings.config)
+        return cls(settings.config, hf)
+
+    def after_read(self, hf: PreTrainedModel) -> None:
+        inject(hf, self.config)
+        _read_weights(hf, self.config)
+        if self.quantized:
+            print(
+                f"{self.config.model_name}: {len(self.quantized)} linear layers of the base are "
+                "stored in nf4; engines and exports get the dequantised weights, with the adapters "
+                "merged in"
+            )
+
+    def change(self, name: str, weight: Tensor) -> Tensor:
+        return nf4.quantize(weight) if name in self.quantized else weight
+
+    def after_shard(self, model: Any) -> None:
+        model.iter_weights = partial(merged, model.hf)
+        if self.config.adapter:
+            self.start = [local_shard(x).detach().clone() for x in _adapters(model.hf)]
+
+    @contextmanager
+    def at_start(self, model: Any, memory: WeightMemory) -> Iterator[None]:
+        """The adapters have the values of the folder; of new ones B is 0."""
+        # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in
+        # the first forward pass which parameters are trained.
+        parameters = _adapters(model.hf)
+        if not self.start:
+            parameters = [x.lora_B[ADAPTER].weight for x in _adapted_layers(model.hf).values()]
+        states = [local_shard(memory.state(parameter)) for parameter in parameters]
+        trained = [state.clone() for state in states]
+        starts = self.start or [torch.zeros_like(state) for state in states]
+        _copy_all(states, starts)
+        try:
+            yield
+        finally:
+            _copy_all(states, trained)
+
+    def save(self, model: Any, folder: str, read: Read) -> None:
+        """Writes what is trained as FOLDER/adapter for `peft.PeftModel.from_pretrained(model,
+        FOLDER/adapter)`, where `model` is loaded from the name of the base.
+        """
+        hf = model.hf
+        full = {}
+        for name, parameter in hf.named_parameters():
+            if parameter.requires_grad:
+                peft_name = PREFIX + name.replace(f".{ADAPTER}.", ".")
+                full[peft_name] = read(parameter).full_tensor().cpu()
+        if dist.get_rank() > 0:
+            return
+        body: Any = hf.base_model
+        config = copy(body.peft_config[ADAPTER])
+        config.task_type = "CAUSAL_LM"
+        config.modules_to_save = None
+        if hf.get_output_embeddings() is None:  # a critic
+            config.task_type = "SEQ_CLS"
+            config.modules_to_save = ["score"]
+        config.base_model_name_or_path = self.config.model_name
+        config.inference_mode = True
+        config.save_pretrained(f"{folder}/adapter")
+        save_file(full, f"{folder}/adapter/{WEIGHTS}", metadata={"format": "pt"})
 
 
-def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
+@torch.no_grad()
+def _copy_all(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for state, value in zip(states, values, strict=True):
+        state.copy_(value)
+
+
+def _adapters(hf: PreTrainedModel) -> list[nn.Parameter]:
+    return [parameter for name, parameter in hf.named_parameters() if is_adapter(name)]
+
+
+def inject(hf: PreTrainedModel, config: WorkerConfig) -> None:
     """Puts adapters beside linear layers of the body of `hf` and freezes all but a critic's head.
 
-    What is trained becomes fp32; what is frozen stays in its dtype. None puts nothing. ValueError
-    for a target that names no layer, and for adapters of a folder that do not fit the model.
+    What is trained becomes fp32; what is frozen stays in its dtype. ValueError for a target that
+    names no layer, and for adapters of a folder that do not fit the model.
     """
-    if settings is None:
-        return
     from peft import inject_adapter_in_model
 
-    make_config = _new_config if settings.folder is None else _read_config
-    inject_adapter_in_model(make_config(hf, settings), hf.base_model)
+    make_config = _new_config if config.adapter is None else _read_config
+    inject_adapter_in_model(make_config(hf, config), hf.base_model)
     for name, parameter in hf.named_parameters():
         is_trained = is_adapter(name) or name.startswith("score.")
         parameter.requires_grad_(is_trained)
@@ -67,17 +148,17 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
             parameter.data = parameter.data.float()
 
 
-def inject_for_engine(hf: PreTrainedModel, settings: LoraSettings, dtype: torch.dtype) -> None:
+def inject_for_engine(hf: PreTrainedModel, config: WorkerConfig, dtype: torch.dtype) -> None:
     """Puts the adapters of `inject`, in `dtype`, into the model of an engine.
 
-    Those of settings.folder have their values. New ones have noise, also B, so that trials of
+    Those of config.adapter have their values. New ones have noise, also B, so that trials of
     kernels mean something; the trainer has their values.
     """
     with torch.random.fork_rng(devices=[]):  # the trainer's numbers stay the same
-        inject(hf, settings)
+        inject(hf, config)
         for layer in _adapted_layers(hf).values():
             nn.init.normal_(layer.lora_B[ADAPTER].weight)
-    read_weights(hf, settings)
+    _read_weights(hf, config)
     for name, parameter in hf.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
@@ -93,22 +174,22 @@ def base_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
+def _new_config(hf: PreTrainedModel, config: WorkerConfig) -> Any:
     from peft import LoraConfig
 
-    linear_names, excluded_names = _linear_layers(hf, settings.with_routers)
+    linear_names, excluded_names = _linear_layers(hf, not config.freeze_router)
     kinds = sorted({_kind(name) for name in linear_names})
     if not kinds:
         raise ValueError(
-            f"lora_rank={settings.rank}: {type(hf).__name__} has no linear layer (torch.nn.Linear) "
-            "that can have an adapter; set lora_rank=0, or choose another model"
+            f"lora_rank={config.lora_rank}: {type(hf).__name__} has no linear layer "
+            "(torch.nn.Linear) that can have an adapter; set lora_rank=0, or choose another model"
         )
-    _check_targets(settings.targets, linear_names, kinds)
-    alpha: Any = settings.alpha  # peft takes a float, though its type says int
+    _check_targets(config.lora_targets, linear_names, kinds)
+    alpha: Any = config.lora_alpha  # peft takes a float, though its type says int
     return LoraConfig(
-        r=settings.rank,
+        r=config.lora_rank,
         lora_alpha=alpha,
-        target_modules=settings.targets or kinds,
+        target_modules=config.lora_targets or kinds,
         exclude_modules=excluded_names or None,
     )
 
@@ -140,13 +221,13 @@ def _kind(name: str) -> str:
     return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
-def quantize_base(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
-    """Makes the linear layers that can have an adapter layers of 4 bits if the settings say so.
+def _quantize_base(hf: PreTrainedModel, config: WorkerConfig) -> None:
+    """Makes the linear layers that can have an adapter layers of 4 bits if the config says so.
 
     Layers of routers stay: their rounding would change the choice of experts. `inject` comes first.
     ValueError as of `nf4.replace_linears`.
     """
-    if settings is not None and settings.base == "nf4":
+    if config.quantize_base:
         body = f"{hf.base_model_prefix}."
         names, _ = _linear_layers(hf, with_routers=False)
         nf4.replace_linears(hf, [body + name for name in names])
@@ -173,7 +254,7 @@ def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
     return unfit
 
 
-def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
+def _read_config(hf: PreTrainedModel, worker_config: WorkerConfig) -> Any:
     """peft's settings of the adapters in a folder, for the layers that the folder has weights of.
 
     These say more than its `target_modules`, which may be an expression on the names of another
@@ -181,21 +262,22 @@ def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     """
     from peft import LoraConfig
 
-    config = LoraConfig.from_pretrained(str(Path(settings.folder or "").expanduser()))
+    folder = worker_config.adapter or ""
+    config = LoraConfig.from_pretrained(str(Path(folder).expanduser()))
     body = f"{hf.base_model_prefix}."
-    with _open_weights(settings) as file:
+    with _open_weights(folder) as file:
         names = [name.removeprefix(PREFIX) for name in file.keys()]
     layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     modules = dict(hf.named_modules())
-    routers = set() if settings.with_routers else find_routers(hf)
+    routers = find_routers(hf) if worker_config.freeze_router else set()
     for layer in sorted(layers):
         if modules.get(layer) in routers:
             raise ValueError(
-                f"freeze_router=true: the adapters in {settings.folder} adapt a router, {layer}"
+                f"freeze_router=true: the adapters in {folder} adapt a router, {layer}"
             )
         if not (layer.startswith(body) and isinstance(modules.get(layer), nn.Linear)):
             raise ValueError(
-                f"adapter={settings.folder} adapts {layer}, which is no linear layer of the body "
+                f"adapter={folder} adapts {layer}, which is no linear layer of the body "
                 f"of this model; it was made for {config.base_model_name_or_path}"
             )
     config.target_modules = {layer.removeprefix(body) for layer in layers}
@@ -206,18 +288,18 @@ def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     return config
 
 
-def _open_weights(settings: LoraSettings) -> Any:
-    return safe_open(Path(settings.folder or "", WEIGHTS).expanduser(), "pt")
+def _open_weights(folder: str) -> Any:
+    return safe_open(Path(folder, WEIGHTS).expanduser(), "pt")
 
 
-def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
-    """Gives the adapters of `hf`, which `inject` has put in, the values of settings.folder.
+def _read_weights(hf: PreTrainedModel, config: WorkerConfig) -> None:
+    """Gives the adapters of `hf`, which `inject` has put in, the values of config.adapter.
 
     A critic's head too if it is there. ValueError if they are not those of this model.
     """
-    if settings is None or settings.folder is None:
+    if config.adapter is None:
         return
-    with _open_weights(settings) as file:
+    with _open_weights(config.adapter) as file:
         values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     for name, parameter in hf.named_parameters():
         value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
@@ -226,12 +308,12 @@ def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
         if value is None or value.shape != parameter.shape:
             shape = "missing" if value is None else list(value.shape)
             raise ValueError(
-                f"adapter={settings.folder}: {name} is {shape} there and {list(parameter.shape)} "
+                f"adapter={config.adapter}: {name} is {shape} there and {list(parameter.shape)} "
                 "in this model, so the adapters were made for another one"
             )
         parameter.data.copy_(value)
     if values:
-        raise ValueError(f"adapter={settings.folder}: this model has no {min(values)}")
+        raise ValueError(f"adapter={config.adapter}: this model has no {min(values)}")
 
 
 def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
@@ -248,40 +330,7 @@ def _adapted_layers(hf) -> dict[str, Any]:
     return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
 
 
-@contextmanager
-def exchanged(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A context in which `states`, of the adapters, hold `values`."""
-    trained = [state.clone() for state in states]
-    _copy_all(states, values)
-    try:
-        yield
-    finally:
-        _copy_all(states, trained)
-
-
-@torch.no_grad()
-def _copy_all(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for state, value in zip(states, values, strict=True):
-        state.copy_(value)
-
-
-@contextmanager
-def disabled(hf: PreTrainedModel) -> Iterator[None]:
-    """A context without adapters: `hf` is the model that they are beside."""
-    # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in the
-    # first forward pass which parameters are trained. A scale of 0 adds 0, which changes no value.
-    for layer in _adapted_layers(hf).values():
-        layer.set_scale(ADAPTER, 0.0)
-    try:
-        yield
-    finally:
-        for layer in _adapted_layers(hf).values():
-            layer.set_scale(ADAPTER, 1.0)
-
-
-def merged(
-    hf: PreTrainedModel, read: Callable[[nn.Parameter], DTensor]
-) -> Iterator[tuple[str, DTensor]]:
+def merged(hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
     """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
 
     What is stored in 4 bits is dequantised. `read` gives a parameter on the device, see
@@ -305,7 +354,7 @@ def merged(
             yield hf_name, _merge(parameter, layer, read_weight)
 
 
-def _merge(parameter: nn.Parameter, layer: Any, read: Callable[[nn.Parameter], DTensor]) -> DTensor:
+def _merge(parameter: nn.Parameter, layer: Any, read: Read) -> DTensor:
     """W + scale B A of an adapted layer, in fp32.
 
     W and B are cut by the same rows, and tensor parallelism may cut W and A by the same columns. So
@@ -321,29 +370,3 @@ def _merge(parameter: nn.Parameter, layer: Any, read: Callable[[nn.Parameter], D
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
     rows.copy_(torch.where(delta == 0, rows, rows + delta))
     return merged_weight
-
-
-def save(
-    hf: PreTrainedModel, folder: str, base: str, read: Callable[[nn.Parameter], DTensor]
-) -> None:
-    """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where
-    `model` is loaded from the name `base`. `read` is that of `merged`. All processes must call.
-    """
-    full = {}
-    for name, parameter in hf.named_parameters():
-        if parameter.requires_grad:
-            peft_name = PREFIX + name.replace(f".{ADAPTER}.", ".")
-            full[peft_name] = read(parameter).full_tensor().cpu()
-    if dist.get_rank() > 0:
-        return
-    body: Any = hf.base_model
-    config = copy(body.peft_config[ADAPTER])
-    config.task_type = "CAUSAL_LM"
-    config.modules_to_save = None
-    if hf.get_output_embeddings() is None:  # a critic
-        config.task_type = "SEQ_CLS"
-        config.modules_to_save = ["score"]
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    config.save_pretrained(folder)
-    save_file(full, f"{folder}/{WEIGHTS}", metadata={"format": "pt"})

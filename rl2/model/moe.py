@@ -35,26 +35,12 @@ from rl2.attention.blocks import Layout
 from rl2.batch import Pack
 from rl2.config.schema import ActorConfig, WorkerConfig
 from rl2.model.attachment import Attachment, ModelSettings
-from rl2.model.classes import language_model_class
+from rl2.model.classes import find_routers, language_model_class
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, shrink
 from rl2.parallel.mesh import all_reduce_sum_
 
-# Classes of transformers: Qwen3MoeTopKRouter, JetMoeTopKGating and others.
-CLASS_NAMES = ("router", "topkgating")
-MODULE_NAMES = ("router", "gate")  # where the class has another name (Hunyuan)
 CHOICE_DTYPE = torch.int16  # of the numbers of experts, as they travel
 DEFAULT_COEFFICIENT = 0.001  # of the loss, in most configs of transformers
-
-
-def find_routers(hf: nn.Module) -> set[nn.Module]:
-    """The modules of all routers, and the modules within them."""
-    routers: set[nn.Module] = set()
-    for name, module in hf.named_modules():
-        class_name = type(module).__name__.lower()
-        is_named = name.rpartition(".")[2] in MODULE_NAMES
-        if is_named or any(part in class_name for part in CLASS_NAMES):
-            routers.update(module.modules())
-    return routers
 
 
 def find_logit_routers(hf: nn.Module) -> Iterator[tuple[nn.Module, int]]:

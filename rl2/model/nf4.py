@@ -134,9 +134,9 @@ def nf4_layers(hf: nn.Module) -> dict[str, Nf4Linear]:
     return {name: part for name, part in hf.named_modules() if isinstance(part, Nf4Linear)}
 
 
-def num_weights(hf: nn.Module) -> int:
-    """The weights of `hf`, each counted as one however it is stored."""
-    num_values = sum(parameter.numel() for parameter in hf.parameters())
+def uncounted_weights(hf: nn.Module) -> int:
+    """How many weights more `hf` has than its parameters have values, some of which are bytes."""
+    count = 0
     for layer in nf4_layers(hf).values():
-        num_values += layer.in_features * layer.out_features - layer.weight.numel()
-    return num_values
+        count += layer.in_features * layer.out_features - layer.weight.numel()
+    return count

@@ -77,15 +77,17 @@ class RecurrentLayers(Attachment):
     @classmethod
     def attach(cls, settings: ModelSettings, hf: nn.Module) -> "RecurrentLayers | None":
         config = settings.config
-        layers = cls(hf)
+        layer = next(filter(is_recurrent, hf.modules()), None)
+        if layer is None:
+            return None
         for key, size in (("sp_size", config.sp_size), ("tp_size", config.tp_size)):
-            if layers and size > 1:
+            if size > 1:
                 raise ValueError(
                     f"{key}={size}: {config.model_name} has layers that carry a state from token "
-                    f"to token ({type(layers.modules[0]).__name__}), which rl2 does not cut over "
-                    f"processes: set {key}=1"
+                    f"to token ({type(layer).__name__}), which rl2 does not cut over processes: "
+                    f"set {key}=1"
                 )
-        return layers or None
+        return cls(hf)
 
     def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
         self.run = PackedRows(layout)

@@ -37,5 +37,3 @@ def save_model(
     hf.config.dtype = dtype  # save_pretrained wrote that of our parameters
     hf.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for part in model.attachments:
-        part.save(hf, folder)

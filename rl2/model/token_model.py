@@ -3,21 +3,23 @@
 Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequences, T columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
 from rl2.config.conditions import Exactness
-from rl2.model.attachment import Attachment
+from rl2.model.attachment import Attachment, Read
 from rl2.model.classes import idle_parts
 from rl2.model.head import (
     HeadInputs,
@@ -27,7 +29,7 @@ from rl2.model.head import (
     logit_cap,
     logit_divisor,
 )
-from rl2.model.nf4 import num_weights
+from rl2.progress import track
 
 
 @dataclass
@@ -56,7 +58,9 @@ class TokenModel(nn.Module):
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced. `attachments` are those of `hf`.
+    whose head cannot be replaced. `attachments` are those of `hf`. `iter_weights(read)` gives every
+    parameter of the model that is exported by its Hugging Face name, sharded; `read` gives one on
+    the device.
     """
 
     def __init__(
@@ -80,7 +84,10 @@ class TokenModel(nn.Module):
         self.head_dtype = head_dtype
         self.attachments = attachments
         self.repeats_prompts = any(part.repeats_prompts for part in attachments)
-        self.attention_cost = attention_cost(hf)
+        self.iter_weights: Callable[[Read], Iterator[tuple[str, DTensor]]]
+        self.iter_weights = partial(own_weights, hf)
+        uncounted = sum(part.uncounted_weights for part in attachments)
+        self.attention_cost = attention_cost(hf, uncounted)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
         self.logit_cap = logit_cap(hf.config)
@@ -168,11 +175,18 @@ class TokenModel(nn.Module):
         )
 
 
-def attention_cost(hf: PreTrainedModel) -> float:
+def own_weights(hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
+    """The parameters of `hf` by name. One at a time is read."""
+    for name, parameter in track(list(hf.named_parameters()), "weights"):
+        yield name, read(parameter)
+
+
+def attention_cost(hf: PreTrainedModel, uncounted_weights: int = 0) -> float:
     """The c in n + c n^2, which a sequence of n tokens costs in units of a token's matrix products.
 
     The forward pass of n tokens takes 2 n FLOPs a weight, and causal attention 2 n^2 FLOPs a layer
-    and query channel, so c is layers x query channels / weights.
+    and query channel, so c is layers x query channels / weights. `uncounted_weights` are added to
+    those that the parameters count.
     """
     config = hf.config.get_text_config()
     head_dim = config.hidden_size // config.num_attention_heads
@@ -181,7 +195,7 @@ def attention_cost(hf: PreTrainedModel) -> float:
     except RuntimeError:  # layers differ (Gemma 4), and an estimate is enough
         pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
-    size = num_weights(hf)
+    size = uncounted_weights + sum(parameter.numel() for parameter in hf.parameters())
     for _, part in idle_parts(hf):
         size -= sum(parameter.numel() for parameter in part.parameters())
     return channels / size

@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from rl2.model.attachment import Attachment, ModelSettings
+from rl2.model.attachment import Attachment, ModelSettings, Read
 from rl2.model.classes import idle_parts, text_parts
+from rl2.parallel.rank import is_first_rank
 
 # What a processor of images or audio is read from.
 PROCESSOR_FILES = (
@@ -36,11 +37,11 @@ class Towers(Attachment):
             tower.to(settings.dtype)
         return cls()
 
-    def save(self, hf: Any, folder: str) -> None:
+    def save(self, model: Any, folder: str, read: Read) -> None:
         """Copies the files of the model's processor of images or audio."""
-        for file in PROCESSOR_FILES:
+        for file in PROCESSOR_FILES if is_first_rank() else ():
             path = cached_file(
-                hf.config.name_or_path,
+                model.hf.config.name_or_path,
                 file,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,

@@ -197,7 +197,7 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     weights = actor.iter_full_weights(actor.dtype)
     num_bytes = sum(weight.nbytes for _, weight in weights)
     if sends_adapters(config):  # which the engine has beside these
-        num_bytes += sum(weight.nbytes for _, weight in actor.iter_adapters(actor.dtype))
+        num_bytes += sum(weight.nbytes for _, weight in actor.iter_trained_weights(actor.dtype))
     recorder.plan.engine_weights = num_bytes // config.rollout.tp_size
     recorder.plan.steady = recorder.memory.bytes
 

@@ -1,9 +1,11 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.problem import Problem
@@ -18,12 +20,12 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
+from rl2.model.attachment import ModelSettings
 from rl2.model.folder import check_length as check_num_positions
-from rl2.model.load import check_adapters
+from rl2.model.load import check_attachments
 from rl2.parallel.rank import is_first_rank
 from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
 from rl2.run.folder import RunFolder
-from rl2.worker import make_lora_settings
 
 SYSTEM_PROMPTS = {"boxed": BOXED_PROMPT, "think_answer": THINK_ANSWER_PROMPT}
 TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
@@ -204,7 +206,9 @@ def check_lora(config: Any) -> None:
         section = getattr(config, worker)
         name = section.model_name or config.actor.model_name  # a critic's may be the actor's
         if section.lora_rank:
-            check_adapters(name, worker == "critic", make_lora_settings(section))
+            section = replace(section, model_name=name)
+            is_critic = worker == "critic"
+            check_attachments(ModelSettings(section, torch.float32, is_critic, trainable=True))
 
 
 def print_once(sentences: list[str]) -> None:

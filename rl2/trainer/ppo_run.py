@@ -23,6 +23,7 @@ from rl2.config.conditions import (
     sends_adapters,
 )
 from rl2.config.schema import (
+    ActorConfig,
     PPOConfig,
     RolloutConfig,
     RolloutWorkerConfig,
@@ -43,7 +44,6 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
-from rl2.model.lora import LoraSettings
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
@@ -66,7 +66,7 @@ from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder
 from rl2.trainer.sampling import make_sampling_params
 from rl2.trainer.teacher import Hint, TeacherServer, connect
-from rl2.worker import Reference, Worker, make_lora_settings
+from rl2.worker import Reference, Worker
 
 # What rollout.gpu_memory_utilization=auto is. The rest is for the engine to compute, and beside a
 # trainer for the weights that it sends.
@@ -279,9 +279,8 @@ class PPORun:
     def _send_weights(self) -> None:
         """Sends the engine what an update has changed: all weights, or the adapters alone."""
         actor = self.actor
-        dtype = actor.dtype
-        weights = actor.iter_adapters(dtype) if self.sends_adapters else self._iter_weights()
-        self.sampling.load_weights(weights, actor.version)
+        changed = actor.iter_trained_weights if self.sends_adapters else actor.iter_full_weights
+        self.sampling.load_weights(changed(actor.dtype), actor.version)
 
     def _verify_weights(self) -> None:
         self.sampling.verify_weights(self._iter_weights(), self.actor.version)
@@ -528,13 +527,13 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     return engine
 
 
-def _choose_adapters(config: PPOConfig) -> LoraSettings | None:
-    """What the engine applies. The first rank prints why it applies no adapters."""
+def _choose_adapters(config: PPOConfig) -> ActorConfig | None:
+    """Whose adapters the engine applies. The first rank prints why it applies no adapters."""
     if not config.actor.lora_rank or (config.trainer.eval_only and not config.actor.adapter):
         return None  # new adapters change nothing before they are trained
     obstacle = adapter_obstacle(config)
     if obstacle is None:
-        return make_lora_settings(config.actor)
+        return config.actor
     if is_first_rank():
         print(f"adapters are merged into the weights of the engine: {obstacle}")
     return None
