@@ -32,7 +32,7 @@ from rl2.config.schema import (
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings, NamedTensors
+from rl2.engine.base import Engine, EngineSettings
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
@@ -283,13 +283,10 @@ class PPORun:
         self.sampling.load_weights(changed(actor.dtype), actor.version)
 
     def _verify_weights(self) -> None:
-        self.sampling.verify_weights(self._iter_weights(), self.actor.version)
-
-    def _iter_weights(self) -> NamedTensors:
-        """All weights of the actor, whole; adapters are merged in unless they are sent apart."""
-        if self.sends_adapters:
-            return self.actor.iter_unmerged_weights(self.actor.dtype)
-        return self.actor.iter_full_weights(self.actor.dtype)
+        """Compares all weights; adapters are merged in unless they are sent apart."""
+        actor = self.actor
+        whole = actor.iter_unmerged_weights if self.sends_adapters else actor.iter_full_weights
+        self.sampling.verify_weights(whole(actor.dtype), actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
