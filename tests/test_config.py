@@ -169,41 +169,44 @@ def test_a_config_file_may_choose_algorithms_and_a_folder_may_have_more(base, tm
     assert (actor.clip, actor.clip_high) == (0.07, 0.3)
 
 
-def run_trainer(*arguments: str, trainer: str = "ppo") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "rl2", trainer, *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+def test_hydra_shows_the_config_and_names_near_keys_first(base, capsys, monkeypatch):
+    def show(*words: str) -> tuple[int | None, str, str]:
+        """(the status, stdout, stderr) of the command."""
+        monkeypatch.setattr("sys.argv", ["rl2", "ppo", "--cfg", "job", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return exit_.value.code, *capsys.readouterr()
 
-
-def test_hydra_shows_the_config_and_names_near_keys_first(base):
-    done = run_trainer("--cfg", "job", "actor.lr=2e-5", "algo=grpo")
-    tree = yaml.safe_load(done.stdout)
-    assert done.returncode == 0 and tree["data"]["path"] == "???"
+    status, out, _ = show("actor.lr=2e-5", "algo=grpo")
+    tree = yaml.safe_load(out)
+    assert status is None and tree["data"]["path"] == "???"
     assert tree["actor"]["lr"] == 2e-5 and tree["actor"]["average"] == "sequence"
     assert tree["critic"]["dtype"] == "${actor.dtype}"
     for wrong, words in (
         ("actor.lrr=2e-5", "did you mean actor.lr?"),
         ("actor.lr=fast", "actor.lr=fast: expected a number"),
     ):
-        done = run_trainer("--cfg", "job", wrong)
-        assert done.returncode == 2 and done.stderr.startswith("1 problem in")
-        assert words in done.stderr and done.stdout == ""
+        status, out, error = show(wrong)
+        assert status == 2 and error.startswith("1 problem in")
+        assert words in error and out == ""
 
 
 def test_a_sweep_runs_a_job_for_each_value_and_ends_at_a_mistake(base, tmp_path):
     make_model(tmp_path / "tiny")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
     words = ["data.path=rows.jsonl", "actor.model_name=tiny", "data.batch_size=2"]
-    done = run_trainer("--multirun", *words, "actor.lr=1e-4,1e-3", trainer="sft")
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "rl2", "sft", "--multirun", *words]
+    command.append("actor.lr=1e-4,1e-3,-1,1e-2")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "actor.lr=-1.0: it must be above 0" in done.stderr
+    assert "Traceback" not in done.stderr
     rates = []
     for number in (0, 1):
         run = Path("runs/default", str(number))
         assert (run / "model/config.json").is_file()
         rates.append(yaml.safe_load((run / "config.yaml").read_text())["actor"]["lr"])
     assert rates == [1e-4, 1e-3]
-    done = run_trainer("--multirun", *words, "actor.lr=1e-4,-1", trainer="sft")
-    assert done.returncode == 2 and "actor.lr=-1.0: it must be above 0" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert not Path("runs/default/3").exists()
 
 
 def test_the_name_of_a_file_may_have_dots(base):
