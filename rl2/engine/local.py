@@ -157,7 +157,7 @@ class LocalEngine(Engine):
         self.recurrent = RecurrentLayers(self.model)
         check_cache(self.recurrent)
         bound_time_steps(self.recurrent)
-        self.exact = settings.exact and not self.recurrent  # see TokenModel
+        self.exact = settings.exact and not self.recurrent.modules  # see TokenModel
         self._pack_linear_layers()
         self.shapes = choose_shapes(settings, self.model, self.head_dtype, self.exact)
         self.routing: Routing | None = None

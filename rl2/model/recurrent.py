@@ -52,7 +52,7 @@ def _updates_state(module_class: type) -> bool:
 
 
 class RecurrentLayers(Attachment):
-    """The recurrent layers of `hf`, whose forward passes go through `run`. False if it has none.
+    """The recurrent layers of `hf`, whose forward passes go through `run`.
 
     `run` is set before each forward pass of the model. It stays for the backward pass, in which
     layers may run again.
@@ -91,9 +91,6 @@ class RecurrentLayers(Attachment):
 
     def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
         self.run = PackedRows(layout)
-
-    def __bool__(self) -> bool:
-        return bool(self.modules)
 
     def _forward(
         self,
