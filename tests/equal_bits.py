@@ -237,9 +237,9 @@ def interact(messages):
 """
 FAILS = '''
 def reward_fn(messages, answer):
-    """Fails where the reply has an even length, except the empty one."""
+    """Fails where the reply has an even length, but for the replies of the trial at the start."""
     reply = messages[-1]["content"]
-    if reply and len(reply) % 2 == 0:
+    if reply and len(reply) % 2 == 0 and "\n" not in reply:
         raise RuntimeError("even")
     return sum(letter in answer for letter in reply) / max(len(reply), 1)
 '''
