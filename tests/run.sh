@@ -19,4 +19,5 @@ options="-x -q --durations=15"
 # spite of -x, and hang at the end.
 others=$(ls tests/test_*.py | grep -vE '(compile|env_command|faults|gpu|memory_plan)\.py')
 python -m pytest $options -m "not nightly" -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
-    tests/test_{trainer,worker,examples,replay,exact,run_folder,sandbox,checkpoint,engine,endpoint,ready_envs,windows,api}.py $others "$@"
+    tests/test_{trainer,worker,examples,config,replay,exact,overlap,attention,run_folder,special_models,console_lost,sandbox,checkpoint}.py \
+    tests/test_{engine,endpoint,ready_envs,windows,api,repo}.py $others "$@"
