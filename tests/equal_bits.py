@@ -239,7 +239,7 @@ FAILS = '''
 def reward_fn(messages, answer):
     """Fails where the reply has an even length, but for the replies of the trial at the start."""
     reply = messages[-1]["content"]
-    if reply and len(reply) % 2 == 0 and "\n" not in reply:
+    if reply and len(reply) % 2 == 0 and not reply.startswith("`"):
         raise RuntimeError("even")
     return sum(letter in answer for letter in reply) / max(len(reply), 1)
 '''
