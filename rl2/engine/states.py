@@ -23,7 +23,7 @@ NO_LIMITS = (0.0, math.inf)
 
 def check_cache(layers: RecurrentLayers) -> None:
     """ValueError if the layers expect the cache of an older transformers."""
-    if layers and not hasattr(Cache, "get_conv_state"):
+    if layers.modules and not hasattr(Cache, "get_conv_state"):
         raise ValueError(
             f"{type(layers.modules[0]).__name__} of transformers {transformers.__version__} keeps "
             "its states in a way that the embedded engine does not know: update transformers, or "
