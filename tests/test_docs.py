@@ -177,7 +177,7 @@ def metrics_of_code() -> set[str]:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase":
                 found |= {f"time/{text}" for text in string_constants(node)}
     worker = importlib.import_module("rl2.worker")
-    found |= {field.name for field in fields(worker.UpdateResult)} - {"metrics"}
+    found |= {field.name for field in fields(worker.UpdateResult)} - {"metrics", "reported"}
     return found - NO_METRICS
 
 
