@@ -311,6 +311,19 @@ def sglang_on_a_gpu(monkeypatch):
     return "rollout.engine=sglang"
 
 
+def test_expandable_segments_are_refused_with_sglang_on_a_gpu(base, sglang_on_a_gpu, monkeypatch):
+    """torch_memory_saver, by which SGLang gives its memory back, would end its processes."""
+    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
+    assert problem_keys("ppo", "rollout.engine=local") == []
+    assert problem_keys("ppo", sglang_on_a_gpu) == [variable]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert problem_keys("ppo", sglang_on_a_gpu) == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    assert problem_keys("ppo", sglang_on_a_gpu) == []
+
+
 @pytest.mark.parametrize("missing", ["cuda/bin/nvcc", "bin/ninja", "bin/c++"])
 def test_a_machine_without_the_compilers_of_sglang_is_refused(
     base, sglang_on_a_gpu, monkeypatch, tmp_path, missing

@@ -6,6 +6,7 @@ models, environments. A check yields all problems that it finds, so that the use
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ from rl2.config.conditions import (
     loads_teacher,
     needs_critic,
 )
-from rl2.config.engines import choose_engine, installation_problems
+from rl2.config.engines import choose_engine, has_gpu, installation_problems
 from rl2.config.key_rules import check_choices, check_keys, non_default_keys, without_repeats
 from rl2.config.problem import Problem, unfit_value, wrong_value
 from rl2.config.schema import (
@@ -253,8 +254,16 @@ def check_engine(config: PPOConfig) -> Iterator[Problem]:
     if engine == "vllm" and tp_size > 1:
         reason = "vLLM has one engine a process here: set 1, or rollout.engine=sglang"
         yield wrong_value("rollout.tp_size", tp_size, reason)
-    if engine != "sglang":
+    if engine == "local":
         return
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if has_gpu() and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            reason = (
+                f"{engine} cannot give its memory to the trainer with expandable_segments; take it "
+                "out of the variable, or set rollout.engine=local"
+            )
+            yield wrong_value(name, value, reason)
     num_samplers = count_samplers(config)
     processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not 0 < num_samplers <= processes_per_node:  # else all engines are on the last node
