@@ -60,7 +60,7 @@ def test_a_function_of_a_users_file_may_be_declared(users_file):
         ("custom.py:text", "has no function text"),
         ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
         ("none.py:f", "no such file none.py"),
-        ("custom.py", "or your own as path/to/file.py:function"),
+        ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
         (
             "ppo2",
             "choose ppo, gspo, cispo, dppo, reinforce, or your own as path/to/file.py:fun",
@@ -85,6 +85,7 @@ def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, mes
         Path(f"{file}.py").write_text(text)
     with pytest.raises(ValueError) as raised:
         find_policy_loss(name)
+    assert str(raised.value).startswith(f"actor.loss={name}: ")
     assert message in str(raised.value)
 
 

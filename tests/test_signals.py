@@ -58,7 +58,7 @@ def test_an_error_that_rl2_raises_is_one_message(capsys):
     with pytest.raises(SystemExit), user_errors():
         find_policy_loss("nope")
     error = capsys.readouterr().err
-    assert error.startswith("error: choose ppo, gspo") and error.count("\n") == 1
+    assert error.startswith("error: actor.loss=nope: choose ppo") and error.count("\n") == 1
 
 
 def test_a_missing_file_is_one_message_with_its_place(tmp_path, capsys):

@@ -38,9 +38,17 @@ class Choices(Generic[Declared]):
 
     def find(self, name: str) -> Declared:
         """Returns what `name` names. ValueError, with the choices, if there is no such function."""
+        try:
+            return self._find(name)
+        except ValueError as error:
+            raise ValueError(f"{self.key}={name}: {error}") from error
+
+    def _find(self, name: str) -> Declared:
         if name in self.built_in:
             return self.built_in[name]
         path, _, attribute = name.rpartition(":")
+        if name.endswith(".py"):
+            raise ValueError(f"name the function in it, as {self.key}={name}:FUNCTION")
         if not path.endswith(".py"):
             choices = ", ".join(self.built_in)
             raise ValueError(f"choose {choices}, or your own as path/to/file.py:function")
@@ -61,13 +69,16 @@ class Choices(Generic[Declared]):
     def look_up(self, name: str) -> Declared:
         """As `find`, for the rules of other keys: what is not found counts as a plain function."""
         try:
-            return self.find(name)
+            return self._find(name)
         except ValueError:
             return self.kinds[0](lambda x: x)
 
     def check(self, name: str) -> None:
-        """Raises ValueError for a name that `find` refuses, or if a call of the user's fails."""
-        declared = self.find(name)
+        """Raises ValueError for a name that `find` refuses, or if a call of the user's fails.
+
+        The error does not name the key.
+        """
+        declared = self._find(name)
         if name in self.built_in:
             return
         try:
