@@ -77,7 +77,8 @@ class Adapters(Attachment):
     def after_shard(self, model: Any) -> None:
         model.iter_weights = partial(merged, model.hf)
         if self.config.adapter:
-            self.start = [local_shard(x).detach().clone() for x in _adapters(model.hf)]
+            start = [local_shard(parameter).detach().clone() for parameter in _adapters(model.hf)]
+            self.start = [x.cpu() if self.config.offload_model else x for x in start]
 
     @contextmanager
     def at_start(self, model: Any, memory: WeightMemory) -> Iterator[None]:
