@@ -252,9 +252,8 @@ class Worker:
 
     def iter_trained_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Those of `iter_unmerged_weights` that are trained: the adapters of an actor."""
-        parameters = [x for x in self.model.hf.named_parameters() if x[1].requires_grad]
-        trained = track(parameters, "trained weights")
-        yield from _whole(((name, self.memory.read(x)) for name, x in trained), dtype)
+        trained = own_weights(self.model.hf, self.memory.read, trained_only=True)
+        yield from _whole(trained, dtype)
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.

@@ -158,13 +158,14 @@ def take_keys(
         # A dropped section is one problem.
         if problem and problem not in [other.text for other in arguments.problems]:
             arguments.problems.append(Problem(name, value, problem, source))
-        if target and isinstance(value, Sweep):
+        if not target:
+            continue
+        arguments.set_keys.add(target)
+        if isinstance(value, Sweep):
             sign = "++" if declared_key(target) != target else ""  # an entry of a map is new
             arguments.words.append(f"{sign}{target}={value}")
-        elif target:
+        else:
             arguments.keys[target] = value
-        if target:
-            arguments.set_keys.add(target)
     return arguments
 
 

@@ -109,12 +109,12 @@ def find_broken_worker(name: str, worker: WorkerConfig) -> Iterator[Row]:
         yield f"{name}.optimizer_dir", "is no folder"
     if worker.lora_rank > 0 and not installed_version("peft"):
         yield f"{name}.lora_rank", "needs the package peft: pip install 'rl2[lora]'"
-    if worker.quantize_base and not installed_version("bitsandbytes"):
-        key = f"{name}.quantize_base"
-        yield key, "needs the package bitsandbytes: pip install 'rl2[bitsandbytes]'"
-    release = installed_version("torch") or "0"
-    if worker.quantize_base and Version(release) < Version(TORCH_OF_4_BITS):
-        yield f"{name}.quantize_base", f"needs torch {TORCH_OF_4_BITS}, and this is {release}"
+    if worker.quantize_base:
+        key, release = f"{name}.quantize_base", installed_version("torch") or "0"
+        if not installed_version("bitsandbytes"):
+            yield key, "needs the package bitsandbytes: pip install 'rl2[bitsandbytes]'"
+        if Version(release) < Version(TORCH_OF_4_BITS):
+            yield key, f"needs torch {TORCH_OF_4_BITS} or later, and this is {release}"
 
 
 def find_broken_run(config: PPOConfig) -> Iterator[Row]:

@@ -1,20 +1,20 @@
 """What a config means: which models, losses and rows its run has.
 
-The sections of a config say which trainer it is: `adv` is PPO's, `dpo` and `rm` are those of DPO
-and of reward models.
+The sections of a config say which trainer it is: `adv` is PPO's, `dpo` is that of DPO, and reward
+models have no `actor`.
 """
 
 from enum import Enum, auto
 from typing import Any
 
+from rl2.algorithms.find import CHOICES
+from rl2.algorithms.losses import UnpairedLoss
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
 
 
 def _declared(key: str, name: str) -> Any:
     """The declaration of the function that a key names."""
-    from rl2.algorithms.find import CHOICES  # imports torch; --help does not come here
-
     return CHOICES[key].look_up(name)
 
 
@@ -93,8 +93,6 @@ def compares_pairs(config: Any) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
     if not has_section(config, "dpo"):
         return not has_section(config, "actor")
-    from rl2.algorithms.losses import UnpairedLoss  # imports torch, as above
-
     return not isinstance(_declared("dpo.loss", config.dpo.loss), UnpairedLoss)
 
 

@@ -175,9 +175,12 @@ class TokenModel(nn.Module):
         )
 
 
-def own_weights(hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
+def own_weights(
+    hf: PreTrainedModel, read: Read, trained_only: bool = False
+) -> Iterator[tuple[str, DTensor]]:
     """The parameters of `hf` by name. One at a time is read."""
-    for name, parameter in track(list(hf.named_parameters()), "weights"):
+    parameters = [x for x in hf.named_parameters() if x[1].requires_grad or not trained_only]
+    for name, parameter in track(parameters, "weights"):
         yield name, read(parameter)
 
 
