@@ -249,7 +249,7 @@ def make_samplers(num_steps=9, max_staleness=1, stops=None):
         Recorded(),
         num_steps,
         max_staleness,
-        clips_to_sampler=True,
+        old_policy_is_sampler=True,
         write_records=None,
         request_stop=lambda: stops.append(1) if stops is not None else None,
     )

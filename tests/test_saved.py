@@ -14,7 +14,7 @@ from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample, collate
 from rl2.config.schema import PPOConfig, dump
-from rl2.rollout.saved import COLUMNS, SavedRollouts, StartModel, checksum, pack_tokens
+from rl2.rollout.saved import COLUMNS, SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.stats import add_token_columns, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
@@ -140,12 +140,12 @@ def test_a_run_that_needs_experts_is_told_where_they_are_missing(tmp_path):
     assert again.samples[0].experts[0].tolist() == trajectory.samples[0].experts[0].tolist()
 
 
-def test_the_checksum_is_that_of_the_vocabulary_and_the_temperature():
+def test_the_hash_tokens_is_that_of_the_vocabulary_and_the_temperature():
     tokenizer = make_tokenizer()
-    expected = checksum(tokenizer, 1.0)
-    assert checksum(make_tokenizer(), 1.0) == expected != checksum(tokenizer, 0.7)
+    expected = hash_tokens(tokenizer, 1.0)
+    assert hash_tokens(make_tokenizer(), 1.0) == expected != hash_tokens(tokenizer, 0.7)
     tokenizer.add_tokens(["another"])
-    assert checksum(tokenizer, 1.0) != expected
+    assert hash_tokens(tokenizer, 1.0) != expected
 
 
 @pytest.fixture(scope="module")
@@ -266,22 +266,22 @@ def test_a_run_without_the_tokens_of_a_step_is_refused(runs, tmp_path, removed):
 
 def test_another_vocabulary_or_temperature_is_refused(runs):
     model = StartModel(str(runs / "tiny"))
-    for meaning in (checksum(make_tokenizer(), 0.7), 0):
+    for meaning in (hash_tokens(make_tokenizer(), 0.7), 0):
         rollouts = SavedRollouts(str(runs / "sampled"), model, meaning)
         with pytest.raises(ValueError, match="another tokenizer .* or .*temperature"):
             rollouts.collect(1)
 
 
 def test_only_the_start_model_has_sampled_the_first_step(runs):
-    model, meaning = str(runs / "tiny"), checksum(make_tokenizer(), 1.0)
+    model, meaning = str(runs / "tiny"), hash_tokens(make_tokenizer(), 1.0)
     rollouts = SavedRollouts(str(runs / "sampled"), StartModel(model), meaning)
-    assert len(rollouts.collect(1)) == 16 and not rollouts.clips_to_sampler
-    assert rollouts.collect(2) and rollouts.clips_to_sampler  # an update came before it
-    assert rollouts.collect(4) and rollouts.clips_to_sampler  # step 1 again
+    assert len(rollouts.collect(1)) == 16 and not rollouts.old_policy_is_sampler
+    assert rollouts.collect(2) and rollouts.old_policy_is_sampler  # an update came before it
+    assert rollouts.collect(4) and rollouts.old_policy_is_sampler  # step 1 again
     for other in (
         StartModel("another"),
         StartModel(model, adapter="adapter"),
         StartModel(model, quantize_base="nf4"),
     ):
         rollouts = SavedRollouts(str(runs / "sampled"), other, meaning)
-        assert rollouts.collect(1) and rollouts.clips_to_sampler
+        assert rollouts.collect(1) and rollouts.old_policy_is_sampler

@@ -11,7 +11,6 @@ from typing import Any
 from packaging.version import Version
 
 from rl2.config.conditions import (
-    clips_to_sampler,
     compares_pairs,
     corrects_mismatch,
     count_samplers,
@@ -21,6 +20,7 @@ from rl2.config.conditions import (
     needs_critic,
     needs_reference,
     needs_reference_point,
+    old_policy_is_sampler,
     policy_loss_needs,
     sends_adapters,
 )
@@ -310,7 +310,7 @@ def find_unclipped(config: PPOConfig) -> Iterator[Row]:
 
 def is_on_policy(config: PPOConfig) -> bool:
     """Whether the only update of a rollout trains the policy that has sampled it."""
-    return config.actor.updates_per_step == 1 and not clips_to_sampler(config)
+    return config.actor.updates_per_step == 1 and not old_policy_is_sampler(config)
 
 
 def is_folder(path: str) -> bool:

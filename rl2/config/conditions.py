@@ -74,7 +74,7 @@ def count_samplers(config: Any) -> int:
     return int(config.rollout.num_processes)
 
 
-def clips_to_sampler(config: Any) -> bool:
+def old_policy_is_sampler(config: Any) -> bool:
     """Whether the loss has its ratio to an earlier policy, which has sampled the rollout.
 
     It is that of another run, or the actor before the update that ran meanwhile. With

@@ -10,7 +10,7 @@ The samplers do one after the other, and answer in the same order. So timing cha
 repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
 steps are requested; a checkpoint waits for them and holds them.
 
-`Samplers` is what the trainers see, as sampling.py has it. `serve` is the loop of the samplers,
+`Samplers` is what the trainers see. `serve` is the loop of the samplers,
 which have the engines.
 """
 
@@ -27,6 +27,7 @@ from rl2.parallel.worlds import Link
 from rl2.report.health import Metrics
 from rl2.rollout.collect import Collector, WriteRecords
 from rl2.rollout.evaluate import Evaluator
+from rl2.rollout.sampling import Sampling
 from rl2.rollout.trajectory import Trajectory
 
 ANSWERED = ("collect", "evaluate")  # the verbs that the trainers wait for
@@ -92,7 +93,7 @@ class BusyClock:
         return share
 
 
-class Samplers:
+class Samplers(Sampling):
     """The processes that sample, as the trainers see them. All trainers make the same calls.
 
     `begin` restores them before the first request.
@@ -103,21 +104,19 @@ class Samplers:
         link: Link,
         num_steps: int,
         max_staleness: int,
-        clips_to_sampler: bool,
+        old_policy_is_sampler: bool,
         write_records: WriteRecords,
         request_stop: Callable[[], None],
     ):
         """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
-        `clips_to_sampler` says that the old policy of the loss is the one that sampled.
         `request_stop` ends the run after its step.
         """
         self.link = link
         self.num_steps = num_steps
         self.max_staleness = max_staleness
-        self.clips_to_sampler = clips_to_sampler
+        self.old_policy_is_sampler = old_policy_is_sampler
         self.write_records = write_records
         self.request_stop = request_stop
-        self.version: int | None = None  # of the weights that were sent last
         self.rows_done = 0
         # How busy the two worlds were: the samplers between the end of the rollout before and that
         # of this one, the trainers between taking the two.
@@ -127,10 +126,8 @@ class Samplers:
         self.num_awaited = 0  # rollouts that are requested and have not come
         self.clock = BusyClock()  # a lap is from one rollout that is taken to the next
 
-    # In the place of a Collector.
-
     def collect(self, step: int) -> list[Trajectory]:
-        """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled."""
+        """Returns the trajectories of a step, and lets further ones be sampled."""
         newest_requested = step - 1 + len(self.ahead) + self.num_awaited
         last = min(step + self.max_staleness, self.num_steps)
         for later in range(newest_requested + 1, last + 1):
@@ -171,8 +168,6 @@ class Samplers:
         self.state = state["samplers"]
         self.ahead = deque(pickle.loads(state["ahead"]))
 
-    # In the place of an engine.
-
     def begin(self) -> None:
         """Restores the samplers' position in the data, before any other request."""
         self._send("begin", self.state)
@@ -188,14 +183,10 @@ class Samplers:
         """As `Engine.verify_weights`, in all engines; an error ends the job from there."""
         self._send_weights("verify_weights", named_tensors, version)
 
-    def wake(self) -> None:
-        """The samplers' engines do not sleep."""
-
     def _send_weights(self, verb: str, named_tensors: NamedTensors, version: int) -> None:
         self._send(verb, version)
         # While the samplers play, they take no weights, and the trainers go on.
         self.link.send_weights(named_tensors, waits=not self.num_awaited)
-        self.version = version
 
     def close(self) -> None:
         """Ends the samplers' engines, environments and processes."""
@@ -203,16 +194,12 @@ class Samplers:
         self._send("close")
         self.link.flush()
 
-    # In the place of an evaluator.
-
     def evaluate(self, step: int, version: int) -> Metrics:
-        """As `Evaluator.evaluate`. The trainers wait for it, so its metrics are those of `step`."""
+        """The trainers wait for it, so its metrics are those of `step`."""
         self._send("evaluate", step, version)
         self._wait_for_all()
         metrics: Metrics = self._receive()
         return metrics
-
-    # The link.
 
     def _send(self, verb: str, *arguments: Any) -> None:
         self.link.send((verb, arguments))

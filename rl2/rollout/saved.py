@@ -4,7 +4,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
-from rl2.engine.base import NamedTensors
-from rl2.report.health import Metrics
+from rl2.rollout.sampling import Sampling
 from rl2.rollout.trajectory import Trajectory, in_order
 
 # The columns of a Sample.
@@ -29,19 +28,19 @@ class StartModel(NamedTuple):
     quantize_base: str | None = None
 
 
-def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
+def pack_tokens(trajectories: list[Trajectory], tokens_hash: int) -> dict[str, np.ndarray]:
     """Packs the samples of a step.
 
     Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `meaning`, which
-    `checksum` returns. With candidates also their counts [n] and the ids of all one after another,
-    with routing replay the experts [tokens, routers, choices] of all samples and the tokens of each
-    sample that have them.
+    `hash_tokens` returns. With candidates also their counts [n] and the ids of all one after
+    another, with routing replay the experts [tokens, routers, choices] of all samples and the
+    tokens of each sample that have them.
     """
     samples = [sample for trajectory in in_order(trajectories) for sample in trajectory.samples]
     columns = {
         "length": np.array([len(sample.tokens) for sample in samples], np.int64),
         "trajectory": np.array([sample.trajectory for sample in samples], np.int64),
-        "meaning": np.array(meaning),
+        "meaning": np.array(tokens_hash),
     }
     for name, dtype in COLUMNS.items():
         arrays = [getattr(sample, name) for sample in samples]
@@ -63,35 +62,30 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
     return columns
 
 
-def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
-    """Returns a number that is equal for equal vocabularies and temperatures.
-
-    These say what token ids and their log-probabilities mean.
-    """
+def hash_tokens(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
+    """Hashes what token ids and their log-probabilities mean: the vocabulary and temperature."""
     return zlib.crc32(repr((sorted(tokenizer.get_vocab().items()), temperature)).encode())
 
 
-class SavedRollouts:
+class SavedRollouts(Sampling):
     """Reads the rollouts of a run with trainer.save_tokens.
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. The actor has started from `start_model`. ValueError if a step has no tokens, if they
-    have another `meaning`, or no experts of this model where the run `needs_experts`.
+    have another `tokens_hash`, or no experts of this model where the run `needs_experts`.
     """
-
-    metrics: ClassVar[Metrics] = {}  # beside what the trajectories tell
 
     def __init__(
         self,
         path: str,
         start_model: StartModel,
-        meaning: int,
+        tokens_hash: int,
         needs_experts: bool = False,
     ):
         self.folder = Path(path, "rollouts", "train")
         self.needs_experts = needs_experts
-        self.meaning = meaning
-        self.steps_done = 0  # over all epochs
+        self.tokens_hash = tokens_hash
+        self.rows_done = 0  # a step is a row here
         steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
         self.num_steps = len(steps)
         if not steps or steps[-1] > len(steps):
@@ -108,14 +102,14 @@ class SavedRollouts:
                 f"experts that it chose are not those of {start_model.model_name}: leave it out, "
                 "or train that model"
             )
-        self.clips_to_sampler = True  # the old policy of the loss is the one that sampled
+        self.old_policy_is_sampler = True
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., on every process."""
         path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
-        self.steps_done = step
+        self.rows_done = step
         trajectories, saved = _read_step(path)
-        if saved["meaning"] != self.meaning:
+        if saved["meaning"] != self.tokens_hash:
             raise ValueError(
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
                 "another rollout.train_sampling_params.temperature: use those of its config.yaml"
@@ -126,40 +120,14 @@ class SavedRollouts:
                 "leave it out, or use a run that had it"
             )
         # The start model sampled the first step of any run, and is the actor of ours then.
-        self.clips_to_sampler = step > 1 or not self.has_same_model
+        self.old_policy_is_sampler = step > 1 or not self.has_same_model
         return trajectories
 
-    # There is no engine.
-
-    def begin(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        pass
-
-    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        pass
-
-    def evaluate(self, step: int, version: int) -> Metrics:
-        raise RuntimeError("no engine plays test rows: trainer.rollouts_from is set")
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def rows_done(self) -> int:
-        """What the length of the run is counted in: a step is a row here."""
-        return self.steps_done
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs."""
-        return {"rows_done": self.steps_done}
+        return {"rows_done": self.rows_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps_done = state["rows_done"]
+        self.rows_done = state["rows_done"]
 
 
 def _read_step(path: Path) -> tuple[list[Trajectory], dict[str, np.ndarray]]:

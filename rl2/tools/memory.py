@@ -27,7 +27,7 @@ from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
-from rl2.trainer.ppo_run import SHARE_BESIDE_TRAINER, make_ppo_workers
+from rl2.trainer.ppo_run import SHARE_BESIDE_TRAINER, make_models
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Reference, Worker
@@ -170,20 +170,20 @@ def run_phases(
 def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> None:
     """Runs the phases of PPO."""
     num_updates = {"actor": 1, "critic": 1}
-    workers, frozen = make_ppo_workers(config, device, num_updates, recorder.new_worker)
-    actor = workers["actor"]
+    models = make_models(config, device, num_updates, recorder.new_worker)
+    actor, critic = models.actor, models.critic
     recorder.plan.loaded = recorder.memory.bytes
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
     recorder.enter("infer")
-    teacher = frozen["teacher_logps"] if has_full_kl(config) else None
-    for worker in frozen.values():
-        if worker is not teacher:
+    teacher = models.teacher if has_full_kl(config) else None
+    for worker in (models.reference, models.teacher):
+        if worker is not None and worker is not teacher:
             worker.infer(make_batch(worker, inference=True))
     if needs_old_logps(config) or config.actor.log_entropy:
         rollout = make_batch(actor, inference=True)
         actor.infer(rollout, with_entropy=config.actor.log_entropy)
-    if critic := workers.get("critic"):
+    if critic is not None:
         critic.infer(make_batch(critic, inference=True))
         recorder.update(critic, make_batch(critic), partial(critic_loss, config.critic))
     recorder.update(

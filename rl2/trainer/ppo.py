@@ -83,32 +83,37 @@ def train_step(run: PPORun, step: int) -> bool:
 
     with recorder.phase("update"):
         updates = []
-        for part in mini_batches(batch, actor, step):
-            # Fixed before the part is cut into micro-batches: no layout changes the gradient.
-            part.token_weights = losses.token_weights(
-                part.mask, part.trajectory, actor.average, actor.average_constant, part.group
+        for minibatch in mini_batches(batch, actor, step):
+            # Fixed before it is cut into micro-batches: no layout changes the gradient.
+            minibatch.token_weights = losses.token_weights(
+                minibatch.mask,
+                minibatch.trajectory,
+                actor.average,
+                actor.average_constant,
+                minibatch.group,
             )
-            loss_fn = partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef)
             if can_drop_rows(config):  # their passes would add nothing to the gradient
-                drop_zero_advantages(part)
+                drop_zero_advantages(minibatch)
             result = run.actor.update(
-                part,
-                loss_fn,
+                minibatch,
+                partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef),
                 temperature,
                 with_entropy=needs_entropy(actor),
-                skip=partial(has_moved, actor, part),
-                teacher=run.teacher_of_updates(),
+                skip=partial(has_moved, actor, minibatch),
+                teacher=run.full_kl_teacher,
             )
-            updates.append(result.to_log(part.token_weights.sum().item()))
+            updates.append(result.to_log(minibatch.token_weights.sum().item()))
         metrics |= average_updates("actor", updates)
 
         if run.critic is not None:
             updates = []
-            for part in mini_batches(batch, critic, step):
+            for minibatch in mini_batches(batch, critic, step):
                 # Every token weighs the same. Values have no temperature, entropy or ratio.
-                part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
-                result = run.critic.update(part, partial(critic_loss, critic))
-                updates.append(result.to_log(part.token_weights.sum().item()))
+                minibatch.token_weights = losses.token_weights(
+                    minibatch.mask, minibatch.trajectory, "token"
+                )
+                result = run.critic.update(minibatch, partial(critic_loss, critic))
+                updates.append(result.to_log(minibatch.token_weights.sum().item()))
             metrics |= average_updates("critic", updates)
 
         if is_due(step, config.kl.update_freq):
@@ -129,22 +134,22 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
 
     Returns metrics.
     """
-    actor, teacher = run.config.actor, run.scoring_teacher()
-    if "ref_logps" in run.frozen:
-        batch.ref_logps = run.frozen["ref_logps"].infer(batch, temperature).logps
-    if teacher is not None:
+    actor = run.config.actor
+    if run.reference is not None:
+        batch.ref_logps = run.reference.infer(batch, temperature).logps
+    if run.scoring_teacher is not None:
         score = score_hinted if run.config.teacher.hint else score_sampled
-        batch.teacher_logps = score(batch, teacher, temperature)
+        batch.teacher_logps = score(batch, run.scoring_teacher, temperature)
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
     logs_entropy = actor.log_entropy and not needs_entropy(actor)
-    clips_to_sampler = run.sampling.clips_to_sampler
-    needs_pass = needs_old_logps(run.config) and not clips_to_sampler
+    uses_sampler = run.sampling.old_policy_is_sampler
+    needs_pass = needs_old_logps(run.config) and not uses_sampler
     scores = TokenScores()
     if needs_pass or logs_entropy:
         scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
-    if clips_to_sampler:
+    if uses_sampler:
         batch.old_logps = batch.engine_logps
     elif needs_pass:
         batch.old_logps = scores.logps
@@ -189,10 +194,10 @@ def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterat
         yield from split_minibatches(batch, config.update_per_rollout, seed)
 
 
-def has_moved(config: ActorConfig, part: Batch, metrics: dict[str, float]) -> bool:
-    """Whether to skip the update on `part`: the mean ratio of its loss is above the limit."""
+def has_moved(config: ActorConfig, minibatch: Batch, metrics: dict[str, float]) -> bool:
+    """Whether to skip the update: the mean ratio of its loss is above the limit."""
     limit = config.skip_threshold
-    return limit is not None and metrics["ratio"] > limit * part.token_weights.sum().item()
+    return limit is not None and metrics["ratio"] > limit * minibatch.token_weights.sum().item()
 
 
 def needs_old_logps(config: PPOConfig) -> bool:

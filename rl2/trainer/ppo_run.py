@@ -1,6 +1,6 @@
 """From the config to workers, engine, environment and prompts: what PPO trains with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,13 @@ from rl2 import cleanup
 from rl2.config.conditions import (
     adapter_obstacle,
     choose_exactness,
-    clips_to_sampler,
     count_samplers,
     has_full_kl,
     has_teacher,
     loads_teacher,
     needs_critic,
     needs_reference,
+    old_policy_is_sampler,
     sends_adapters,
 )
 from rl2.config.schema import (
@@ -54,8 +54,8 @@ from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
-from rl2.rollout.sampling import Colocated, Sampling, close_engine
-from rl2.rollout.saved import SavedRollouts, StartModel, checksum, pack_tokens
+from rl2.rollout.sampling import Colocated, Sampling
+from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.shape import Shape, add_overlong
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
@@ -77,8 +77,24 @@ Teacher = Worker | Reference | TeacherServer  # what scores the sampled tokens a
 
 
 @dataclass
+class Models:
+    """The models of a run that lie in the processes that train."""
+
+    actor: Worker
+    critic: Worker | None
+    reference: Worker | Reference | None
+    teacher: Worker | None
+
+    @property
+    def trained(self) -> dict[str, Worker]:
+        """The workers that are updated, by the name of their section."""
+        trained = {"actor": self.actor}
+        return trained if self.critic is None else trained | {"critic": self.critic}
+
+
+@dataclass
 class Setup:
-    """What is ready before a model is loaded. `config` has numbers in the place of auto."""
+    """What is ready before a model is loaded."""
 
     config: PPOConfig
     folder: RunFolder
@@ -152,19 +168,31 @@ class PPORun:
         """`functions` are the environment, in the place of rollout.env_path."""
         setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None
-        config = self.config = setup.config
+        self.config = config
         self.folder = setup.folder
         self.envs = setup.envs
-        self.teacher_server = setup.teacher_server
-        self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
+        self.tokens_hash = hash_tokens(
+            setup.tokenizer, config.rollout.train_sampling_params.temperature
+        )
         self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
-        saved, num_steps = self._plan_steps(setup.prompts)
+        saved = self._open_saved_rollouts()
+        if saved is None:
+            num_steps = count_steps(setup.prompts, self.folder)
+        else:
+            num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
+            self.folder.end_if_done(num_steps)
         num_updates = {
             name: self.folder.count_updates(name, num_steps) for name in worker_names(config)
         }
-        self.workers, self.frozen = make_ppo_workers(config, setup.device, num_updates)
-        self.actor = self.workers["actor"]
-        self.critic = self.workers.get("critic")
+        models = make_models(config, setup.device, num_updates)
+        self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
+        has_full = has_full_kl(config)
+        # The teacher that runs in the updates, and what scores the sampled tokens before them: a
+        # server, a model, or with a hint alone the actor.
+        self.full_kl_teacher = models.teacher if has_full else None
+        self.scoring_teacher: Teacher | None = None
+        if has_teacher(config) and not has_full:
+            self.scoring_teacher = setup.teacher_server or models.teacher or self.actor
         self.sends_adapters = sends_adapters(config)
         self.sampling: Sampling
         if saved is not None:
@@ -172,15 +200,14 @@ class PPORun:
         elif setup.link is not None:
             self.sampling = self._make_samplers(setup.link, num_steps)
         else:
-            collector = make_collector(setup, setup.prompts, num_steps)
-            self.sampling = Colocated(collector, make_evaluator(setup, collector))
+            self.sampling = start_engine(setup, num_steps)
         parts: Parts = {"data": self.sampling}
         if config.kl.update_freq:
             parts["reference"] = self.moving_reference()
         self.recorder = Recorder(
             self.folder,
             setup.tokenizer,
-            self.workers,
+            models.trained,
             parts,
             num_steps=num_steps,
             device=setup.device,
@@ -192,26 +219,17 @@ class PPORun:
             link,
             num_steps,
             max_staleness=self.config.rollout.max_staleness or 1,
-            clips_to_sampler=clips_to_sampler(self.config),
+            old_policy_is_sampler=old_policy_is_sampler(self.config),
             write_records=self.folder.write_records,
             request_stop=self._request_stop,
         )
 
-    def _plan_steps(self, prompts: Examples | Mixture) -> tuple[SavedRollouts | None, int]:
-        """(saved rollouts, None where they are sampled; the number of steps)."""
-        if path := self.config.trainer.rollouts_from:
-            actor = self.config.actor
-            saved = SavedRollouts(
-                path,
-                StartModel(actor.model_name, actor.adapter, actor.quantize_base),
-                self.meaning,
-                needs_experts=actor.routing_replay,
-            )
-            num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
-            self.folder.end_if_done(num_steps)
-            return saved, num_steps
-        num_steps = count_steps(prompts, self.folder)
-        return None, num_steps
+    def _open_saved_rollouts(self) -> SavedRollouts | None:
+        actor, path = self.config.actor, self.config.trainer.rollouts_from
+        if not path:
+            return None
+        start_model = StartModel(actor.model_name, actor.adapter, actor.quantize_base)
+        return SavedRollouts(path, start_model, self.tokens_hash, actor.routing_replay)
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
@@ -230,33 +248,13 @@ class PPORun:
         """The trajectories of a step. An engine in this process sleeps afterwards."""
         trajectories = self.sampling.collect(step)
         if self.config.trainer.save_tokens and self.folder.is_first:
-            self.tokens = pack_tokens(trajectories, self.meaning)
+            self.tokens = pack_tokens(trajectories, self.tokens_hash)
         return trajectories
 
     def moving_reference(self) -> Worker:
         """Returns the reference of kl.update_freq, which has weights of its own."""
-        reference = self.frozen["ref_logps"]
-        assert isinstance(reference, Worker), "kl.update_freq is refused with adapters"
-        return reference
-
-    def teacher_of_updates(self) -> Worker | None:
-        """Returns the teacher that runs in the updates of the actor, with teacher.kl=full."""
-        if not has_full_kl(self.config):
-            return None
-        teacher = self.frozen["teacher_logps"]
-        assert isinstance(teacher, Worker)
-        return teacher
-
-    def scoring_teacher(self) -> Teacher | None:
-        """Returns what scores the sampled tokens before the update, if there is such a teacher.
-
-        It is the policy itself if there is only a hint.
-        """
-        if not has_teacher(self.config) or has_full_kl(self.config):
-            return None
-        if self.teacher_server is not None:
-            return self.teacher_server
-        return self.frozen.get("teacher_logps", self.actor)
+        assert isinstance(self.reference, Worker), "kl.update_freq is refused with adapters"
+        return self.reference
 
     def wait_for_samplers(self) -> None:
         """Waits for the rollout of the next step, with rollout.num_processes."""
@@ -311,11 +309,9 @@ class SamplerRun:
         setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None and setup.link is not None
         self.envs = setup.envs
-        num_steps = count_steps(setup.prompts, setup.folder)
-        collector = make_collector(setup, setup.prompts, num_steps)
-        self.engine = collector.player.engine
-        evaluator = make_evaluator(setup, collector)
+        self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
         self.stop_signal = StopSignal(setup.device, setup.folder.checkpoints.newest)
+        collector, evaluator = self.sampling.collector, self.sampling.evaluator
         self.serving = Serving(setup.link, collector, evaluator, self._listen)
 
     def _listen(self) -> Callable[[], bool]:
@@ -326,7 +322,7 @@ class SamplerRun:
     def run(self) -> None:
         """Serves the trainers until they close, and ends the engine and the environment."""
         serve(self.serving)
-        close_engine(self.engine)
+        self.sampling.close()
         close_envs(self.envs)
         dist.destroy_process_group()
 
@@ -347,9 +343,7 @@ class EvaluationRun:
                 f"{self.folder.path} is the folder of a run that trains; give the evaluation one "
                 "of its own with trainer.experiment_name=NAME"
             )
-        collector = make_collector(setup, prompts=None, num_steps=0)
-        self.engine = collector.player.engine
-        self.evaluator = make_evaluator(setup, collector)
+        self.sampling = start_engine(setup, num_steps=0)
 
     def run(self) -> None:
         """Evaluates, prints a table, and ends the engine and the environment."""
@@ -357,13 +351,13 @@ class EvaluationRun:
         folder.resume({}, num_steps=0)
         log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
         with log.phase("test"):
-            metrics = self.evaluator.evaluate(step=0, version=0)
+            metrics = self.sampling.evaluate(step=0, version=0)
         line = {f"test/{name}": value for name, value in metrics.items()}
         log.write(0, line)
         log.close()
         if is_first_rank():
-            print(self.evaluator.describe(metrics))
-        close_engine(self.engine)
+            print(self.sampling.evaluator.describe(metrics))
+        self.sampling.close()
         close_envs(self.envs)
         dist.destroy_process_group()
 
@@ -373,16 +367,13 @@ def close_envs(envs: dict[str, Env]) -> None:
         env.close()
 
 
-def make_ppo_workers(
+def make_models(
     config: PPOConfig,
     device: torch.device,
     num_updates: dict[str, int],
     new_worker: Callable[..., Worker] = Worker,
-) -> tuple[dict[str, Worker], dict[str, Worker | Reference]]:
-    """The actor and the critic, if any. And the frozen models, by the column that they fill.
-
-    `num_updates` of each worker are those of the whole run.
-    """
+) -> Models:
+    """Loads the models. `num_updates` of actor and critic are those of the whole run."""
 
     def count_updates(name: str, section: RolloutWorkerConfig) -> int:
         # Not 0: a worker that is frozen in all steps of this run may be trained in later ones.
@@ -396,31 +387,29 @@ def make_ppo_workers(
         num_updates=count_updates("actor", config.actor),
         exactness=exactness,
     )
-    workers = {"actor": actor}
-    frozen: dict[str, Worker | Reference] = {}
-    if needs_reference(config):
-        frozen["ref_logps"] = actor.reference()
+    reference = actor.reference() if needs_reference(config) else None
+    teacher = critic = None
     if loads_teacher(config):
-        teacher: Any = teacher_model(config)  # without the keys that a frozen worker does not read
-        frozen["teacher_logps"] = new_worker(teacher, device, exactness=exactness)
+        section: Any = teacher_model(config)  # without the keys that a frozen worker does not read
+        teacher = new_worker(section, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
-        workers["critic"] = new_worker(
-            section,
-            device,
-            critic=True,
-            num_updates=count_updates("critic", section),
-        )
-    return workers, frozen
+        num_critic_updates = count_updates("critic", section)
+        critic = new_worker(section, device, critic=True, num_updates=num_critic_updates)
+    return Models(actor, critic, reference, teacher)
 
 
-def make_collector(
-    setup: Setup,
-    prompts: Examples | Mixture | None,
-    num_steps: int,
-) -> Collector:
-    """Starts the engine, and makes what plays prompts with it; None in an evaluation."""
+def start_engine(setup: Setup, num_steps: int) -> Colocated:
+    """Starts the engine of this process, with what plays the prompts and the test sets."""
+    collector = _make_collector(setup, num_steps)
+    section = setup.config.rollout.test_sampling_params
+    params = make_sampling_params(section, setup.model_stop_ids)
+    num_samples = setup.config.data.responses_per_test_prompt
+    return Colocated(collector, Evaluator(collector, setup.tests, params, num_samples))
+
+
+def _make_collector(setup: Setup, num_steps: int) -> Collector:
     config, rollout = setup.config, setup.config.rollout
     hint = Hint(config.teacher.hint or "", setup.template)
     is_deterministic = config.trainer.deterministic
@@ -428,7 +417,7 @@ def make_collector(
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
     return Collector(
         _make_player(setup, _make_engine(setup, is_deterministic)),
-        cursor=None if prompts is None else DataCursor(prompts),
+        cursor=None if setup.prompts is None else DataCursor(setup.prompts),
         params=make_sampling_params(
             rollout.train_sampling_params,
             setup.model_stop_ids,
@@ -445,24 +434,22 @@ def make_collector(
         max_staleness=rollout.max_staleness,
         write_records=setup.folder.write_records,
         add_hints=hint.add_teacher_prompts if hint.text else None,
-        shapes=list(_choose_shapes(rollout)),
+        shapes=_choose_shapes(rollout),
     )
 
 
-def _choose_shapes(rollout: RolloutConfig) -> Iterator[Shape]:
+def _choose_shapes(rollout: RolloutConfig) -> list[Shape]:
     """What is added to the rewards of a step, in this order."""
-    most = rollout.train_sampling_params.max_new_tokens
-    if buffer := rollout.overlong_buffer:
-        penalty = rollout.overlong_penalty
-        yield partial(add_overlong, buffer=buffer, penalty=penalty, max_new_tokens=most)
-
-
-def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
-    """What plays the test sets."""
-    section = setup.config.rollout.test_sampling_params
-    params = make_sampling_params(section, setup.model_stop_ids)
-    num_samples = setup.config.data.responses_per_test_prompt
-    return Evaluator(collector, setup.tests, params, num_samples)
+    if rollout.overlong_buffer is None:
+        return []
+    return [
+        partial(
+            add_overlong,
+            buffer=rollout.overlong_buffer,
+            penalty=rollout.overlong_penalty,
+            max_new_tokens=rollout.train_sampling_params.max_new_tokens,
+        )
+    ]
 
 
 def _make_player(setup: Setup, engine: Engine) -> Player:
