@@ -2,11 +2,13 @@
 
     python docs/generate.py
 
-keys.md comes from rl2/config/schema.py. The families in models.md come from tests/families.json,
-which `python tests/families.py` refreshes, and the memory in gpus.md from tests/memory_fits.json,
-of `python tests/memory_fits.py`. tests/test_docs.py compares the committed pages with these.
+keys.md comes from rl2/config/schema.py, files.md from the first sentence of each file of rl2/. The
+families in models.md come from tests/families.json, which `python tests/families.py` refreshes, and
+the memory in gpus.md from tests/memory_fits.json, of `python tests/memory_fits.py`.
+tests/test_docs.py compares the committed pages with these.
 """
 
+import ast
 import json
 import re
 from collections import Counter
@@ -51,6 +53,20 @@ teacher lies in memory as the actor.
 
 A line begins with the trainers that have the key if they differ from the rest of its topic.
 """
+
+FILES_HEADER = """\
+# Where things are
+
+<!-- Written by `python docs/generate.py` from the first sentence of each file. -->
+
+A line a file. Read `train_step` in [`ppo.py`](../rl2/trainer/ppo.py) first: it is the whole
+algorithm. A room imports only rooms below it, see [CONTRIBUTING](../CONTRIBUTING.md).
+"""
+# The rooms of rl2/, from the loop down; "" has the files that are in none.
+ROOMS = (
+    *("trainer", "rollout", "env", "engine", "", "model", "attention", "algorithms", "parallel"),
+    *("config", "data", "run", "report", "rewards", "tools"),
+)
 
 FAMILIES_HEADER = """\
 Every causal language model of transformers {transformers}, and some with [towers](#towers), tried
@@ -335,8 +351,26 @@ def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
     return room > plan.engine_weights and judge(phases, size)[0]
 
 
+def files_page() -> str:
+    """Returns docs/files.md: what each file of the package is for."""
+    package = ROOT / "rl2"
+    parts = [FILES_HEADER]
+    for room in ROOMS:
+        files = (package / room).rglob("*.py") if room else package.glob("*.py")
+        lines = []
+        for path in sorted(files):
+            if text := ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
+                first = " ".join(text.split("\n\n")[0].split())
+                sentence = re.split(r"\. |\.$|: `torchrun", first)[0]
+                name = path.relative_to(package / room)
+                lines.append(f"- [`{name}`](../{path.relative_to(ROOT)}): {sentence}.\n")
+        parts.append(f"\n## rl2/{room}\n\n{''.join(lines)}")
+    return "".join(parts)
+
+
 PAGES = {
     "docs/keys.md": keys_page,
+    "docs/files.md": files_page,
     "docs/models.md": models_page,
     "docs/gpus.md": gpus_page,
 }

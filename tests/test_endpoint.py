@@ -30,7 +30,7 @@ from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector
 from rl2.rollout.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
 from rl2.rollout.trajectory import begin_group
-from rl2.trainer.sampling import read_envs
+from rl2.trainer.ppo_inputs import read_envs
 
 # An env file: an object with a tool, whose calls the same conversation has without an agent.
 DOUBLING_OBJECT = '''

@@ -19,7 +19,7 @@ from test_trainer import setup  # noqa: F401
 
 from rl2.config.schema import RolloutConfig
 from rl2.env.load import load_env
-from rl2.trainer.sampling import read_envs
+from rl2.trainer.ppo_inputs import read_envs
 
 TWO_TURNS_OF_ITS_OWN = """
     async def play(row, generate):

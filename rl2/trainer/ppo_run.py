@@ -1,6 +1,6 @@
 """From the config to workers, engine, environment and prompts: what PPO trains with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,12 +27,13 @@ from rl2.config.schema import (
     PPOConfig,
     RolloutConfig,
     RolloutWorkerConfig,
+    SamplingConfig,
     teacher_model,
     worker_names,
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings
+from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
@@ -64,7 +65,6 @@ from rl2.run.signals import StopSignal
 from rl2.trainer.inputs import check_lora, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder
-from rl2.trainer.sampling import make_sampling_params
 from rl2.trainer.teacher import Hint, TeacherServer, connect
 from rl2.worker import Reference, Worker
 
@@ -404,7 +404,7 @@ def start_engine(setup: Setup, num_steps: int) -> Colocated:
     """Starts the engine of this process, with what plays the prompts and the test sets."""
     collector = _make_collector(setup, num_steps)
     section = setup.config.rollout.test_sampling_params
-    params = make_sampling_params(section, setup.model_stop_ids)
+    params = _make_sampling_params(section, setup.model_stop_ids)
     num_samples = setup.config.data.responses_per_test_prompt
     return Colocated(collector, Evaluator(collector, setup.tests, params, num_samples))
 
@@ -418,7 +418,7 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
     return Collector(
         _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if setup.prompts is None else DataCursor(setup.prompts),
-        params=make_sampling_params(
+        params=_make_sampling_params(
             rollout.train_sampling_params,
             setup.model_stop_ids,
             with_candidates=True,
@@ -450,6 +450,17 @@ def _choose_shapes(rollout: RolloutConfig) -> list[Shape]:
             max_new_tokens=rollout.train_sampling_params.max_new_tokens,
         )
     ]
+
+
+def _make_sampling_params(
+    section: SamplingConfig,
+    model_stop_ids: Iterable[int],
+    with_candidates: bool = False,
+    experts_from: int | None = None,
+) -> SamplingParams:
+    """A section of the config as the engine takes it, with the model's own stop tokens."""
+    values = vars(section) | {"stop_token_ids": (*section.stop_token_ids, *model_stop_ids)}
+    return SamplingParams(**values, with_candidates=with_candidates, experts_from=experts_from)
 
 
 def _make_player(setup: Setup, engine: Engine) -> Player:
