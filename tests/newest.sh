@@ -9,7 +9,8 @@ run_tests() { # run_tests ENVIRONMENT [pytest arguments]
     local python=$1/bin/python
     shift
     "$python" -c 'import torch, transformers as t; print("torch", torch.__version__, "transformers", t.__version__)'
-    OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"
+    # The longest tests run with the tested versions alone.
+    OMP_NUM_THREADS=1 "$python" -m pytest -x -q -m "not nightly" --durations=10 -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"
 }
 
 env=.venv-newest
