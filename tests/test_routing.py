@@ -272,7 +272,7 @@ def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
     """They are the last two of three. On a CPU the real one cannot be asked."""
     name = make_model(tmp_path / "model", "glm4_moe", tied=False, **FAMILIES["glm4_moe"])
     engine = object.__new__(SGLangEngine)
-    engine.vocabulary, engine.max_length, engine.num_aborts = 99, 99, 0
+    engine.vocabulary, engine.max_length, engine.num_aborts, engine.version = 99, 99, 0, 0
     engine.choices_shape = (-1, 3, 2)
     model = empty_language_model(AutoConfig.from_pretrained(name))
     engine.router_layers = find_router_layers(name, model)
@@ -282,9 +282,8 @@ def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
         tokens = np.arange(routed_experts_start_len, len(input_ids))[:, None, None]
         experts = tokens + 10 * np.arange(3)[:, None] + np.arange(2)
         told = b64encode(experts.astype(np.int32).tobytes()).decode()
-        meta = {"output_token_logprobs": [(-0.5, 1, None)], "weight_version": "0"}
-        meta |= {"finish_reason": {"type": "length"}, "routed_experts": told}
-        return {"meta_info": meta}
+        meta = {"output_token_logprobs": [(-0.5, 1, None)], "routed_experts": told}
+        return {"meta_info": meta | {"finish_reason": {"type": "length"}}}
 
     engine.engine = SimpleNamespace(async_generate=answer)
 

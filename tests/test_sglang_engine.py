@@ -8,22 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.engine import sglang
 from rl2.engine.base import EngineSettings
 from rl2.parallel.device import GIB
+from rl2.parallel.worlds import buckets
 
 GPU = torch.device("cuda:0")
 SETTINGS = EngineSettings("model", torch.bfloat16, GPU, rank=0, world_size=1)
 
 
-def test_weights_that_travel_together_have_one_dtype_and_fit_a_bucket(monkeypatch):
-    monkeypatch.setattr(sglang, "BUCKET_SIZE_BYTES", 64)
+def test_weights_that_travel_together_have_one_dtype_and_fit_a_bucket():
     short, long = torch.bfloat16, torch.float32
     sizes = [(3, short), (5, long), (7, short), (20, short), (100, short)]
     weights = [(str(i), torch.empty(size, dtype=dtype)) for i, (size, dtype) in enumerate(sizes)]
-    buckets = ["".join(name for name, _ in bucket) for bucket in sglang._buckets(weights)]
-    assert buckets == ["0", "1", "23", "4"]
+    names = ["".join(name for name, _ in bucket) for bucket in buckets(weights, limit=64)]
+    assert names == ["0", "1", "23", "4"]
 
 
 def test_the_folder_of_the_cuda_runtime_is_that_of_torch(monkeypatch, tmp_path):
@@ -88,3 +89,13 @@ def test_ports_are_outside_the_range_of_connections(monkeypatch):
     monkeypatch.setattr(sglang, "dist", SimpleNamespace(barrier=lambda: None))
     ports = sglang._free_ports(2)
     assert len(set(ports)) == 2 and max(ports) < 32_768  # the default of Linux
+
+
+def test_sglang_is_refused_where_it_would_ignore_a_window():
+    config = MistralConfig(sliding_window=4096)
+    sglang._check_window(config, 4096)
+    with pytest.raises(ValueError, match="4096 tokens, and a request may have 8192"):
+        sglang._check_window(config, 8192)
+    for without_window in (MistralConfig(sliding_window=None), Qwen2Config(sliding_window=64)):
+        sglang._check_window(without_window, 8192)
+    sglang._check_window(Gemma3TextConfig(sliding_window=512), 8192)  # SGLang has its window

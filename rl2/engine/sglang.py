@@ -4,9 +4,8 @@ The first rank of every `tp_size` ranks holds an engine. It starts SGLang's sche
 of its own, on the GPUs of that group of ranks. The other ranks of the group only pass their weights
 on to it.
 
-Run with sglang 0.5.17, 0.5.20 and 0.5.23 on a CPU, and with 0.5.17 on one H100 (docs/gpus.md).
-Which methods exist tells what differs between releases: sessions of updates, and checksums of
-weights, which older ones may lack. SGLang does not raise: it answers with (success, message, ...).
+It knows two lines of releases: from 0.5.21 on updates of weights have sessions, from 0.5.17 to
+0.5.20 they have none. SGLang does not raise: it answers with (success, message, ...).
 """
 
 import asyncio
@@ -26,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from rl2 import cleanup
@@ -44,9 +42,9 @@ from rl2.engine.base import (
 from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.stop import StopSearch
 from rl2.model.classes import empty_language_model
-from rl2.model.moe import find_router_layers
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
+from rl2.parallel.worlds import Bucket, buckets
 from rl2.progress import expecting, mark
 
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
@@ -72,7 +70,6 @@ CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
 }
 # Model types whose sliding window SGLang ignores (by the source of 0.5.23).
 TYPES_WITHOUT_WINDOW = {"mistral", "mixtral", "phi3", "qwen2", "qwen3", "starcoder2"}
-Bucket = list[tuple[str, Tensor]]
 # The memory that schedulers read, and their answer on ranks with an engine.
 SentBucket = tuple[Any, asyncio.Task[None] | None]
 
@@ -105,6 +102,8 @@ class SGLangEngine(Engine):
         # The layer of each router, in the trainer's order. SGLang tells the choices of all layers.
         self.router_layers: list[int] = []
         if settings.with_experts:
+            from rl2.model.moe import find_router_layers
+
             self.router_layers = find_router_layers(settings.model_name, model)
             self.choices_shape = (-1, text.num_hidden_layers, text.num_experts_per_tok)
         self.max_length = max_request_tokens(config)
@@ -112,6 +111,7 @@ class SGLangEngine(Engine):
         # With these arguments SGLang stores other weights than it is sent.
         self.converts_weights = bool({"quantization", "load_format"} & set(settings.engine_args))
         self.engine: Any = None  # sglang.Engine, on ranks with an index
+        self.has_sessions = False  # of updates, without which it refuses them
         self.children: list[Any] = []  # its processes
         self._share_key()
         nccl_port, http_port = _free_ports(2)
@@ -148,6 +148,7 @@ class SGLangEngine(Engine):
         finally:
             children = this_process.children(recursive=True)
             self.children = [child for child in children if child not in others]
+        self.has_sessions = hasattr(self.engine, "begin_weight_update")
         self.loop = self.engine.loop
         self.manager = self.engine.tokenizer_manager
         # SGLang's shutdown would kill every child process of ours, and its signal handlers would
@@ -184,10 +185,6 @@ class SGLangEngine(Engine):
             "ignore_eos": not params.stop_token_ids,
             "sampling_seed": single_seed(seed),
         }
-        options: dict[str, Any] = {}  # releases before routing replay do not know
-        if params.experts_from is not None:
-            options["return_routed_experts"] = True
-            options["routed_experts_start_len"] = params.experts_from
         num_aborts = self.num_aborts
         marks = asyncio.create_task(_mark_regularly())
         try:
@@ -195,7 +192,8 @@ class SGLangEngine(Engine):
                 input_ids=list(prompt),
                 sampling_params=sampling_params,
                 return_logprob=True,
-                **options,
+                return_routed_experts=params.experts_from is not None,
+                routed_experts_start_len=params.experts_from or 0,
             )
         finally:
             marks.cancel()
@@ -214,14 +212,11 @@ class SGLangEngine(Engine):
             end = StopSearch(self.tokenizer, prompt, params).feed(tokens)
             if end is not None:
                 tokens, logps, reason = tokens[:end], logps[:end], "stop"
-        version = meta["weight_version"]
-        # It may be any text if the user's engine_args or other programs set it.
-        version = int(version) if version.isdecimal() else self.version
         experts = None
         if params.experts_from is not None and (told := meta.get("routed_experts")):
             num_tokens = len(prompt) + len(tokens) - 1 - params.experts_from
             experts = self._read_experts(told)[:num_tokens]
-        return Generation(tokens, logps, reason, version, experts=experts)
+        return Generation(tokens, logps, reason, self.version, experts=experts)
 
     def _read_experts(self, told: str) -> np.ndarray:
         """[tokens, routers, choices] from SGLang's [tokens, layers, choices] int32 in base64."""
@@ -289,20 +284,18 @@ class SGLangEngine(Engine):
         RuntimeError with SGLang's message if it refuses them.
         """
         self.version = None
-        # Since 0.5.21 updates are refused outside of a session; releases up to 0.5.20 have none.
-        has_sessions = hasattr(self.engine, "begin_weight_update")
-        if has_sessions:
+        if self.has_sessions:
             _require(self.engine.begin_weight_update())
         sent = None
         # A bucket is gathered while SGLang loads the one before.
-        for bucket in _buckets(self.files.convert(named_tensors)):
+        for bucket in buckets(self.files.convert(named_tensors), BUCKET_SIZE_BYTES):
             self._wait_until_loaded(sent)
             sent = None  # its memory is free for this one
-            sent = self._send(bucket, version)
+            sent = self._send(bucket)
             del bucket  # before the next one is gathered
         self._wait_until_loaded(sent)
         del sent
-        if has_sessions:
+        if self.has_sessions:
             _require(self.engine.end_weight_update())
         self._free_cached_memory()
         if self.engine is not None:
@@ -317,17 +310,15 @@ class SGLangEngine(Engine):
 
         SGLang stores them under other names and in other shapes. So its weights are overwritten
         with noise, these are loaded in their place, and the checksums of all its tensors are
-        compared with those from before. With arguments that make SGLang convert weights, and in
-        releases that have no checksums or would overwrite tensors that nothing replaces, the
-        weights are only loaded.
+        compared with those from before. With arguments that make SGLang convert weights, and where
+        noise would fill tensors that nothing replaces, the weights are only loaded.
         """
-        has_checksums = self.engine is not None and hasattr(self.manager, "check_weights")
-        if self.converts_weights or not has_checksums:
+        if self.engine is None or self.converts_weights:
             self.load_weights(named_tensors, version)
             return
         before = self._check_weights("checksum")
         kept = _names_without_source(before, self.files.names)
-        if kept and not _can_keep_tensors():
+        if kept and not self.has_sessions:  # these releases cannot leave tensors out
             self.load_weights(named_tensors, version)
             return
         self._check_weights("reset_tensors", kept)
@@ -346,7 +337,7 @@ class SGLangEngine(Engine):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         request: Any = CheckWeightsReqInput(action=action)
-        if kept:  # older releases have no such field
+        if kept:
             request.skip_tensor_list = list(kept)
         answer = self.loop.run_until_complete(self.manager.check_weights(request))
         _require(answer)
@@ -386,7 +377,7 @@ class SGLangEngine(Engine):
         dist.broadcast_object_list(keys, group=self.group, group_src=0)
         current_process().authkey = keys[0]
 
-    def _send(self, bucket: Bucket, version: int) -> SentBucket:
+    def _send(self, bucket: Bucket) -> SentBucket:
         """Hands a bucket to the schedulers of this group. All its ranks call.
 
         The schedulers read the memory of what is returned until `_wait_until_loaded`.
@@ -397,7 +388,7 @@ class SGLangEngine(Engine):
         handles = self._gather_handles(flat)
         if self.engine is None:
             return flat, None
-        loading = self.loop.create_task(_update(self.manager, handles, version))
+        loading = self.loop.create_task(_update(self.manager, handles))
         self.loop.run_until_complete(asyncio.sleep(SECONDS_TO_SEND))
         return flat, loading
 
@@ -429,14 +420,13 @@ class SGLangEngine(Engine):
         return handles or []
 
 
-async def _update(manager: Any, handles: list[bytes], version: int) -> None:
+async def _update(manager: Any, handles: list[bytes]) -> None:
     """Loads one bucket; `handles` has one for each scheduler."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=handles,
         flush_cache=False,
-        weight_version=str(version),
         load_format="flattened_bucket",
     )
     _require(await manager.update_weights_from_tensor(request, None))
@@ -453,7 +443,6 @@ def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) 
         "max_running_requests": settings.max_running_requests,
         "mem_fraction_static": settings.gpu_memory_utilization,
         "random_seed": settings.seed + settings.rank,
-        "weight_version": "0",  # an evaluation sends no weights
         "skip_tokenizer_init": not settings.stop,
         "skip_server_warmup": True,
         "log_level": "error",
@@ -487,13 +476,6 @@ def _finish_reason(tokens: list[int], params: SamplingParams) -> str:
     return "length" if len(tokens) == params.max_new_tokens else "abort"
 
 
-def _can_keep_tensors() -> bool:
-    """Whether noise can leave tensors out, as it can since 0.5.21."""
-    from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-    return hasattr(CheckWeightsReqInput, "skip_tensor_list")
-
-
 def _names_without_source(answers: list[dict[str, Any]], sent: Iterable[str]) -> list[str]:
     """The tensors of SGLang's model that the trainer does not send, by schedulers' checksums.
 
@@ -521,26 +503,6 @@ def _different_names(before: list[dict[str, Any]], after: list[dict[str, Any]]) 
         items = old["checksums"].items() - new["checksums"].items()
         names |= {name for name, _ in items}
     return sorted(names)
-
-
-def _buckets(named_tensors: NamedTensors) -> Iterator[Bucket]:
-    """Consecutive tensors of one dtype, at most BUCKET_SIZE_BYTES together; a larger one alone.
-
-    After tensors of a smaller dtype, one could begin at an offset at which its own dtype cannot be
-    read.
-    """
-    bucket: Bucket = []
-    num_bytes = 0
-    for name, tensor in named_tensors:
-        is_full = num_bytes + tensor.nbytes > BUCKET_SIZE_BYTES
-        if bucket and (is_full or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket = []
-            num_bytes = 0
-        bucket.append((name, tensor.contiguous()))
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 @contextmanager

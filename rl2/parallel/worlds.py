@@ -19,11 +19,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2 import progress
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, broadcast_object, choose_backend
-from rl2.rounding import round_up
 
 # Bytes of weights that travel together. The trainers gather the next ones meanwhile.
 BUCKET_BYTES = 2**26
-ALIGNMENT = 16  # bytes, at which a weight begins in its bucket
+Bucket = list[tuple[str, Tensor]]
 
 
 def is_sampler(num_samplers: int) -> bool:
@@ -108,7 +107,7 @@ class Link:
         memory. Else it keeps all of them until the samplers take them.
         """
         requests = self.requests
-        for bucket in _buckets(named_tensors):
+        for bucket in buckets(named_tensors, BUCKET_BYTES):
             if requests is not None:
                 if waits:
                     requests.flush()
@@ -124,11 +123,9 @@ class Link:
         assert self.requests is not None
         while entries := self.receive():
             sizes = [shape.numel() * dtype.itemsize for _, dtype, shape in entries]
-            padded = [round_up(size, ALIGNMENT) for size in sizes]
-            flat = self.requests.receive_tensor(torch.empty(sum(padded), dtype=torch.uint8))
-            for entry, size, part in zip(entries, sizes, flat.split(padded), strict=True):
-                name, dtype, shape = entry
-                yield name, part[:size].view(dtype).view(shape)
+            flat = self.requests.receive_tensor(torch.empty(sum(sizes), dtype=torch.uint8))
+            for (name, dtype, shape), part in zip(entries, flat.split(sizes), strict=True):
+                yield name, part.view(dtype).view(shape)
             progress.mark()
 
     # From the samplers to the trainers.
@@ -173,26 +170,27 @@ def split_world(num_samplers: int) -> Link:
     return Link(dist.PrefixStore("link", store), num_trainers, num_samplers, rank)
 
 
-def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups the tensors into lists of about BUCKET_BYTES."""
-    bucket: list[tuple[str, Tensor]] = []
+def buckets(named_tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Consecutive tensors of one dtype, at most `limit` bytes together; a larger one alone.
+
+    After tensors of a smaller dtype, one could begin at an offset at which its own dtype cannot be
+    read.
+    """
+    bucket: Bucket = []
     num_bytes = 0
     for name, tensor in named_tensors:
-        bucket.append((name, tensor))
-        num_bytes += tensor.nbytes
-        if num_bytes >= BUCKET_BYTES:
+        is_full = num_bytes + tensor.nbytes > limit
+        if bucket and (is_full or tensor.dtype != bucket[0][1].dtype):
             yield bucket
             bucket, num_bytes = [], 0
+        bucket.append((name, tensor.contiguous()))
+        num_bytes += tensor.nbytes
     if bucket:
         yield bucket
 
 
-def _flatten(bucket: list[tuple[str, Tensor]]) -> Tensor:
+def _flatten(bucket: Bucket) -> Tensor:
     """The bytes of the tensors one after the other, in host memory."""
-    sizes = [round_up(tensor.nbytes, ALIGNMENT) for _, tensor in bucket]
-    flat = torch.zeros(sum(sizes), dtype=torch.uint8)
-    for (_, tensor), part in zip(bucket, flat.split(sizes), strict=True):
-        # A view of no dimension, such as a buffer's number, has no bytes to look at.
-        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        part[: tensor.nbytes].copy_(source)
-    return flat
+    # A view of no dimension, such as a buffer's number, has no bytes to look at.
+    parts = [tensor.detach().reshape(-1).view(torch.uint8).cpu() for _, tensor in bucket]
+    return torch.cat(parts)

@@ -229,7 +229,7 @@ def test_what_is_read_of_an_answer_is_there(release):
         and isinstance(node.slice, ast.Constant)
         and isinstance(node.slice.value, str)
     }
-    assert {"meta_info", "output_token_logprobs", "weight_version"} <= read
+    assert {"meta_info", "output_token_logprobs"} <= read
     texts = [
         release.text(name)
         for name in release.texts
