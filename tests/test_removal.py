@@ -1,7 +1,4 @@
-"""A feature of a model is its files and its rows in one table: without them the rest trains.
-
-That no other file of the trainers imports one of them is a contract of import-linter.
-"""
+"""A feature of a model is its files and its rows in one table: without them the rest trains."""
 
 import os
 import re
@@ -10,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from common import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,19 +25,37 @@ def remove(package: Path, feature: str) -> None:
     table.write_text(text)
 
 
-def test_the_rest_still_trains(tmp_path):
+TRAINERS = {
+    "sft": {"data.batch_size": 2},
+    "ppo": {
+        "data.prompts_per_rollout": 1,
+        "data.responses_per_prompt": 2,
+        "rollout.env_path": "env.py",
+        "rollout.train_sampling_params.max_new_tokens": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_rest_still_trains(tmp_path, trainer):
     shutil.copytree(ROOT / "rl2", tmp_path / "rl2", ignore=shutil.ignore_patterns("__pycache__"))
     for feature in FEATURES:
         remove(tmp_path / "rl2", feature)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
+    (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")
     keys = {
+        **TRAINERS[trainer],
         "actor.model_name": make_model(tmp_path / "tiny"),
         "data.path": "rows.jsonl",
-        "data.batch_size": 2,
         "trainer.save_dir": "run",
         "trainer.max_steps": 1,
         "trainer.disable_wandb": "true",
     }
-    command = [sys.executable, "-m", "rl2.trainer.sft", *(f"{k}={v}" for k, v in keys.items())]
+    command = [
+        sys.executable,
+        "-m",
+        f"rl2.trainer.{trainer}",
+        *(f"{k}={v}" for k, v in keys.items()),
+    ]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}, check=True)
     assert (tmp_path / "run/model/config.json").exists()

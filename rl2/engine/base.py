@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl2.config.schema import WorkerConfig
 from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a part of the protocol
-from rl2.model.lora import is_adapter
+from rl2.model.classes import is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
 Seed = tuple[int, ...]  # of one answer; each number may be of any size

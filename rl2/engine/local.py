@@ -35,20 +35,11 @@ from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttenti
 from rl2.engine.linear import head_logits, pack_linear_layers, unpack_linear_layers
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.shapes import choose_shapes
-from rl2.engine.states import (
-    PrefillStates,
-    PromptStates,
-    SlotStates,
-    bound_time_steps,
-    check_cache,
-)
+from rl2.engine.states import PrefillStates, PromptStates, SlotStates, find_recurrent_layers
 from rl2.engine.stop import StopSearch
-from rl2.model import lora
 from rl2.model.classes import language_model_class
 from rl2.model.head import logit_cap, logit_divisor
 from rl2.model.logits import capped
-from rl2.model.moe import Routing
-from rl2.model.recurrent import RecurrentLayers
 from rl2.model.weight_files import read_weights
 
 
@@ -152,16 +143,17 @@ class LocalEngine(Engine):
         )
         self.adapters = settings.adapters
         if self.adapters is not None:
+            from rl2.model import lora
+
             lora.inject_for_engine(model, self.adapters, settings.dtype)
         self.model = model.eval().requires_grad_(False).to(self.device)
-        self.recurrent = RecurrentLayers(self.model)
-        check_cache(self.recurrent)
-        bound_time_steps(self.recurrent)
-        self.exact = settings.exact and not self.recurrent.modules  # see TokenModel
-        self._pack_linear_layers()
-        self.shapes = choose_shapes(settings, self.model, self.head_dtype, self.exact)
-        self.routing: Routing | None = None
+        self.recurrent = find_recurrent_layers(self.model)
+        can_be_exact = self.recurrent is None  # see TokenModel
+        self.shapes = choose_shapes(settings, self.model, self.head_dtype, can_be_exact)
+        self.routing: Any = None  # Routing, if choices of experts are told
         if settings.with_experts:
+            from rl2.model.moe import Routing
+
             self.routing = Routing(settings.model_name, self.model)
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
@@ -283,7 +275,8 @@ class LocalEngine(Engine):
             self.loop.close()
 
     def _pack_linear_layers(self) -> None:
-        pack_linear_layers(self.model, self.head_dtype, self.max_running_requests, self.exact)
+        shapes = self.shapes
+        pack_linear_layers(self.model, self.head_dtype, shapes.num_slots, shapes.exact)
 
     @property
     def in_flight(self) -> int:
@@ -377,8 +370,10 @@ class LocalEngine(Engine):
         """
         lengths = [len(prompt.tokens) - 1 for prompt in prompts]
         tokens, positions = self._lay_out(prompts)
-        attention = PrefillAttention(lengths, self.device, self.exact)
-        states = self.recurrent.run = PrefillStates(lengths)
+        attention = PrefillAttention(lengths, self.device, self.shapes.exact)
+        states = PrefillStates(lengths)
+        if self.recurrent is not None:
+            self.recurrent.run = states
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
@@ -431,7 +426,8 @@ class LocalEngine(Engine):
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
         self.cache.begin_step(inputs[1], max(positions))
-        self.recurrent.run = self.states
+        if self.recurrent is not None:
+            self.recurrent.run = self.states
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache

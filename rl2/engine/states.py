@@ -6,7 +6,7 @@ A layer is given these in place of transformers' cache, of which it calls the me
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,37 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join_outputs
+from rl2.model.classes import is_recurrent
+
+if TYPE_CHECKING:  # a model without such layers does not need the file
+    from rl2.model.recurrent import Compute, Inputs, RecurrentLayers
 
 StateKey = tuple[str, int, int]  # conv or recurrent, the layer, the number of the state in it
 PromptStates = dict[StateKey, Tensor]  # [1, ...] each; empty after no token
 NO_LIMITS = (0.0, math.inf)
 
 
-def check_cache(layers: RecurrentLayers) -> None:
-    """ValueError if the layers expect the cache of an older transformers."""
-    if layers.modules and not hasattr(Cache, "get_conv_state"):
+def find_recurrent_layers(model: nn.Module) -> "RecurrentLayers | None":
+    """The recurrent layers of an engine's model, None without any.
+
+    ValueError if they expect the cache of an older transformers.
+    """
+    if not any(map(is_recurrent, model.modules())):
+        return None
+    from rl2.model.recurrent import RecurrentLayers
+
+    layers = RecurrentLayers(model)
+    if not hasattr(Cache, "get_conv_state"):
         raise ValueError(
             f"{type(layers.modules[0]).__name__} of transformers {transformers.__version__} keeps "
             "its states in a way that the embedded engine does not know: update transformers, or "
             "set rollout.engine"
         )
+    _bound_time_steps(layers)
+    return layers
 
 
-def bound_time_steps(layers: RecurrentLayers) -> None:
+def _bound_time_steps(layers: "RecurrentLayers") -> None:
     """Makes single tokens bound the time steps of state spaces, as whole sequences do.
 
     transformers applies the `time_step_limit` of Mamba2's layers to softplus(dt + dt_bias) of
@@ -105,8 +118,10 @@ class PrefillStates:
     def states(self) -> list[PromptStates]:
         return [recorder.states for recorder in self.recorders]
 
-    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+    def __call__(self, compute: "Compute", inputs: "Inputs") -> Any:
         """inputs [1, L, ...] of all prompts -> outputs [1, L, ...]."""
+        from rl2.model.recurrent import join_outputs
+
         parts = {name: tokens.split(self.lengths, 1) for name, tokens in inputs.items()}
         outputs = []
         for i, (length, recorder) in enumerate(zip(self.lengths, self.recorders, strict=True)):
@@ -141,7 +156,7 @@ class SlotStates:
         for tensor in self.slots.values():
             tensor[target] = tensor[source]
 
-    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+    def __call__(self, compute: "Compute", inputs: "Inputs") -> Any:
         """One token of each of the first n slots: inputs [n, 1, ...] -> outputs [n, 1, ...]."""
         self.num_rows = len(next(iter(inputs.values())))
         return compute(inputs, self)

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl2.engine.base import EngineSettings
-from rl2.model.classes import idle_parts
-from rl2.model.recurrent import is_recurrent
+from rl2.model.classes import idle_parts, is_recurrent
 from rl2.progress import expecting
 
 REQUIRED_VARIABLES = {

@@ -1,6 +1,8 @@
 """Which class of transformers loads a language model, and which parts of it are which."""
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 # Routers of experts. Classes of transformers: Qwen3MoeTopKRouter, JetMoeTopKGating and others.
 CLASS_NAMES = ("router", "topkgating")
 MODULE_NAMES = ("router", "gate")  # where the class has another name (Hunyuan)
+# What a recurrent layer calls on transformers' cache, and attention does not.
+STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
@@ -79,3 +83,26 @@ def find_routers(hf: nn.Module) -> set[nn.Module]:
         if is_named or any(part in class_name for part in CLASS_NAMES):
             routers.update(module.modules())
     return routers
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether the code of `module` itself, not of its children, updates a state."""
+    kind: type = type(module)
+    return _updates_state(kind)
+
+
+@cache  # a model has few classes of modules, and many modules of each
+def _updates_state(module_class: type) -> bool:
+    for kind in module_class.__mro__:
+        if kind is nn.Module:
+            return False
+        for function in vars(kind).values():
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if code is not None and STATE_UPDATES.intersection(code.co_names):
+                return True
+    return False
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is a matrix of an adapter."""
+    return ".lora_" in name

@@ -28,7 +28,7 @@ from rl2.adapter_folder import WEIGHTS
 from rl2.config.schema import WorkerConfig
 from rl2.model import nf4
 from rl2.model.attachment import Attachment, ModelSettings, Read
-from rl2.model.classes import find_routers, idle_parts
+from rl2.model.classes import find_routers, idle_parts, is_adapter
 from rl2.parallel.offload import WeightMemory, local_shard
 from rl2.progress import track
 
@@ -163,11 +163,6 @@ def inject_for_engine(hf: PreTrainedModel, config: WorkerConfig, dtype: torch.dt
     for name, parameter in hf.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether the parameter of this name is a matrix of an adapter."""
-    return ".lora_" in name
 
 
 def base_name(name: str) -> str:

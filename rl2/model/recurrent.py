@@ -10,7 +10,7 @@ Shapes: L packed tokens, n rows, W tokens of a row, E hidden size, S slots.
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from rl2.attention.blocks import Layout
 from rl2.attention.pages import documents
 from rl2.batch import Pack
 from rl2.model.attachment import Attachment, ModelSettings
+from rl2.model.classes import is_recurrent
 from rl2.parallel.device import copy_to_device
 
-# What a layer calls on transformers' cache, and attention does not.
-STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
 CACHES = ("cache_params", "past_key_values")  # names of the argument
 MASKS = ("attention_mask", "conv_mask")
 # Documents share a call if the longest one is at most this many times as long as the others.
@@ -31,24 +30,6 @@ MAX_LENGTH_RATIO = 2
 
 Inputs = dict[str, Tensor]  # hidden states and the like, [n, W, ...] each
 Compute = Callable[[Inputs, Any], Any]  # (inputs, cache or None) -> outputs [n, W, ...]
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    """Whether the code of `module` itself, not of its children, updates a state."""
-    kind: type = type(module)
-    return _updates_state(kind)
-
-
-@cache  # a model has few classes of modules, and many modules of each
-def _updates_state(module_class: type) -> bool:
-    for kind in module_class.__mro__:
-        if kind is nn.Module:
-            return False
-        for function in vars(kind).values():
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            if code is not None and STATE_UPDATES.intersection(code.co_names):
-                return True
-    return False
 
 
 class RecurrentLayers(Attachment):
