@@ -61,7 +61,6 @@ class Phase:
     peak_bytes: int = 0
     host_peak_bytes: int = 0
     end_bytes: int = 0
-    host_end_bytes: int = 0
     copies: Counter = field(default_factory=Counter)  # number by direction: "to device" | "to host"
     copied_bytes: Counter = field(default_factory=Counter)  # by direction
     side_stream_bytes: Counter = field(default_factory=Counter)  # of them, not on the main stream
@@ -132,7 +131,7 @@ class Tracker(TorchDispatchMode):
         finally:
             self.phases.remove(phase)
             phase.peak_bytes, phase.host_peak_bytes = device.peak, host.peak
-            phase.end_bytes, phase.host_end_bytes = device.now, host.now
+            phase.end_bytes = device.now
             device.peak = max(device.peak, outer_peaks[0])
             host.peak = max(host.peak, outer_peaks[1])
 

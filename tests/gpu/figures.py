@@ -21,12 +21,6 @@ def record(**figures) -> None:
         file.write(json.dumps(rounded) + "\n")
 
 
-def goal(name: str, value: float, target: float) -> None:
-    """Records a figure with its goal. A missed goal is reported, but the part does not fail."""
-    missed = "" if value >= target else ": missed"
-    record(**{name: f"{value:.3g} (goal {target:g}{missed})"})
-
-
 class Steps:
     """The steps of a part whose start is expensive: a step that fails does not stop the others."""
 

@@ -3,8 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -45,9 +43,6 @@ def facts():
         compilers=" ".join(filter(shutil.which, ("nvcc", "ninja", "c++"))) or "none",
     )
     record(**{package: _version(package) for package in PACKAGES})
-    for package in ("sglang", "flash_attn"):
-        if _version(package) != "none":
-            record(**{f"import_{package}": _import(package)})
     import runs
 
     runs.import_all()
@@ -96,17 +91,6 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _import(package: str) -> str:
-    """Imports the package in a process of its own. Returns the seconds, or the error."""
-    start = time.monotonic()
-    command = [sys.executable, "-c", f"import {package}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    print(done.stdout, done.stderr, flush=True)
-    if done.returncode == 0:
-        return f"{time.monotonic() - start:.1f} s"
-    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:200]
-
-
 def device():
     """Measures a matrix product and a copy. Calls the flash operator with its documented shapes,
     because its signature is what a new torch version is most likely to change.
@@ -120,17 +104,6 @@ def device():
             capability=f"{properties.major}.{properties.minor}",
         )
     record(matrix_tflops=matrix_peak() / 1e12, copy_gb_per_s=copy_bandwidth() / 1e9)
-    for pinned in (False, True):
-        record(**{f"{'pinned' if pinned else 'pageable'}_copy_gb_per_s": _host_copy(pinned) / 1e9})
     q = torch.randn(8, 4, 64, device=DEVICE, dtype=torch.bfloat16)
     out, lse = forward_block(q, q[:, :2], q[:, :2], Block([0, 3, 8], [0, 3, 8], True), 0.125)
     assert out.shape == (8, 4, 64) and lse.shape == (8, 4) and lse.dtype == torch.float32
-
-
-def _host_copy(pinned: bool) -> float:
-    """Returns the bytes per second of a copy from host memory to the device."""
-    from tools import seconds
-
-    source = torch.randn(2**18 if DRY else 2**28, pin_memory=pinned and not DRY)
-    target = torch.empty_like(source, device=DEVICE)
-    return source.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), 3, 1)

@@ -113,14 +113,6 @@ def check_long_document():
         attention_tflops=flops / forward / 1e12,
         attention_backward_tflops=2.5 * flops / backward / 1e12,
     )
-    window = 64 if DRY else 1024
-    attend = PackedAttention([[(length, 0)]], [], DEVICE)
-
-    def both_passes(layer_window):
-        attend(None, *inputs, scale, layer_window).backward(d_out[None])
-
-    full_seconds = seconds(lambda: both_passes(None))
-    record(window_speed_up=full_seconds / seconds(lambda: both_passes(window)))
 
 
 def head():

@@ -155,48 +155,6 @@ def sglang_7b():
     record(**{f"first_{key}": lines[0][key] for key in TIMES if key in lines[0]})
 
 
-def sglang_eval():
-    """An evaluation only: SGLang answers with the weights that it has loaded itself."""
-    need_sglang()
-    with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
-        folder = Path(folder)
-        path, env = write_inputs(folder, 16)
-        run_trainer(
-            "ppo",
-            path,
-            path.replace("data.path", "data.test_path"),
-            env,
-            f"actor.model_name={make_model('small')}",
-            "rollout.engine=sglang",
-            "rollout.test_sampling_params.max_new_tokens=16",
-            "trainer.eval_only=true",
-            f"trainer.save_dir={folder / 'run'}",
-            *sglang_keys(),
-        )
-        (metrics,) = read_metrics(folder / "run")
-    record(reward=metrics["test/reward/mean"])
-    assert 0 <= metrics["test/reward/mean"] <= 0.8
-
-
-def sglang_partial():
-    """Partial rollouts with a stop string: answers pause, and continue under the next weights."""
-    need_sglang()
-    lines = grpo(
-        "sglang",
-        "small",
-        *sglang_keys(),
-        "rollout.partial=true",
-        "actor.correction=token_tis",
-        "rollout.max_running=24",
-        "rollout.check_weights=true",
-        'rollout.train_sampling_params.stop=["q"]',
-        steps=4,
-    )
-    staleness = max(line["rollout/staleness"] for line in lines)
-    record(staleness=staleness)
-    assert staleness > 0, "no answer was paused"
-
-
 def sglang_resume():
     """Kills a run with SGLang after its second checkpoint, and starts the same command again.
 

@@ -1,4 +1,4 @@
-"""Tests other kinds of models in the real vLLM on a CPU: experts, states, caps, a tower."""
+"""Tests other kinds of models in the real vLLM on a CPU: windows, experts, states, caps, towers."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ from common import (  # noqa: E402
     GATED_DELTA,
     SPECIAL,
     VLLM_SIZES,
+    WINDOWED,
     letter_run,
     make_model,
     read_metrics,
@@ -42,6 +43,7 @@ FAMILIES = {
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
     "gemma2": {**SPECIAL["gemma2"], "initializer_range": 0.05, "tied": True},  # with caps
+    "gemma3": WINDOWED["gemma3"],
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "lfm2_moe": {
         **EXPERTS,
@@ -50,7 +52,10 @@ FAMILIES = {
         "layer_types": ["conv", "full_attention"],
         "tied": True,
     },
+    "mistral": WINDOWED["mistral"],
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "qwen3": {},
     # vLLM's kernel makes its experts wider, with zeros.
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 48},
 }

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import VLLM_SIZES, WINDOWED, make_model, read_metrics, torchrun  # noqa: E402
+from common import VLLM_SIZES, make_model, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_logps, check_refused, make_prompts, play  # noqa: E402
 from engine_runs import (  # noqa: E402
     check_evaluation,
@@ -29,12 +29,6 @@ from rl2.engine.vllm import VLLMEngine  # noqa: E402
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("group")
-DENSE = [
-    ("qwen3", {}),
-    ("mistral", WINDOWED["mistral"]),
-    ("phi3", {}),
-    ("gemma3", WINDOWED["gemma3"]),
-]
 
 
 @pytest.fixture
@@ -91,22 +85,6 @@ def test_answers_with_top_p_and_with_a_small_cache(tied, make_engine):
     assert num_preempted > 0
     for out in play(engine, prompts, max_new_tokens=5, top_k=1):
         assert out.logps == [0.0] * 5 and out.candidates is None
-
-
-@pytest.mark.parametrize(("family", "overrides"), DENSE, ids=[family for family, _ in DENSE])
-def test_other_dense_models(tmp_path, make_engine, family, overrides):
-    """The answers with loaded weights are those of transformers, also to the same prompts again."""
-    name = make_model(tmp_path / family, family, tied=False, **VLLM_SIZES, **overrides)
-    engine = make_engine(name, max_running_requests=4)
-    model, weights = load_weights(name)
-    engine.verify_weights(weights.items(), 0)
-    prompts = make_prompts(6)
-    check_logps(play(engine, prompts, max_new_tokens=20), prompts, model, 1.0)
-    generator = torch.Generator().manual_seed(0)
-    for weight in weights.values():
-        weight *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
-    engine.load_weights(weights.items(), 1)
-    check_logps(play(engine, prompts, max_new_tokens=20), prompts, model, 1.0)
 
 
 def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
