@@ -111,11 +111,11 @@ WINDOWED = {
     "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }
 WINDOW_THEN_FULL = WINDOWED["gemma3"]
-# Small models with sinks (gpt_oss, granite_swa), caps that bind (gemma2), a biased head (phi).
+# Small models with sinks (gpt_oss, granite_swa), capped logits (gemma2), a biased head (phi).
 SPECIAL = {
     "gemma2": {
         **WINDOW_THEN_FULL,
-        "attn_logit_softcapping": 1.0,
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": 1.5,
         "query_pre_attn_scalar": 8,
     },

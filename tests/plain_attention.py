@@ -7,17 +7,14 @@ import torch
 from rl2.batch import Pack
 
 
-def reference(q, k, v, sees, scale, softcap=None, sinks=None):
+def reference(q, k, v, sees, scale, sinks=None):
     """Returns plain attention [1, L, H, D] under the boolean mask `sees` [L, L].
 
-    q is [1, H, L, D], k and v are [1, G, L, D]. Scores are capped at `softcap`, and `sinks` [H] are
-    one more score of each softmax.
+    q is [1, H, L, D], k and v are [1, G, L, D]. `sinks` [H] are one more score of each softmax.
     """
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q @ k.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~sees, float("-inf"))
     if sinks is not None:
         column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)

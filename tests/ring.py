@@ -36,7 +36,6 @@ class Pack:
     longest: int
     dtype: torch.dtype
     window: int | None
-    softcap: float | None
     has_sinks: bool
 
     def __post_init__(self):
@@ -53,7 +52,7 @@ class Pack:
         doubles = [x.double().requires_grad_() for x in (*self.inputs, *self.sinks)]
         sees = restrict(self.sees, self.cu, self.prefixes, self.window)
         q, k, v, *sinks = doubles
-        out = reference(q, k, v, sees, SCALE, self.softcap, *sinks)
+        out = reference(q, k, v, sees, SCALE, *sinks)
         gradients = torch.autograd.grad(out, doubles, self.d_out.double())
         return [x.detach().contiguous() for x in (out, *gradients)]
 
@@ -71,7 +70,7 @@ def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -
     ours = [x[:, :, rows].clone().requires_grad_() for x in pack.inputs]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
     sinks = [x.clone().requires_grad_() for x in pack.sinks]
-    options = SCALE, pack.window, pack.softcap, *sinks
+    options = SCALE, pack.window, *sinks
     out = attend(None, *ours, *options)
     gradients = torch.autograd.grad(out, ours + sinks, pack.d_out[:, rows] * has_tokens)
     *gradients, sinks_gradient = gradients if sinks else (*gradients, None)
@@ -123,15 +122,14 @@ def make_packs() -> list[Pack]:
             if (seed + i) % 5 > 2:  # three lengths a shape, and each length has three shapes
                 continue
             window = WINDOWS[(2 * seed + i) % len(WINDOWS)]
-            for dtype, pack_window, softcap, has_sinks in (
-                (torch.float32, None, None, False),
-                (torch.float32, window, None, False),
-                (torch.bfloat16, window if seed % 2 else None, None, False),
-                (torch.float32, window if i % 2 else None, 1.5 if seed % 2 else None, True),
+            for dtype, pack_window, has_sinks in (
+                (torch.float32, None, False),
+                (torch.float32, window, False),
+                (torch.bfloat16, window if seed % 2 else None, False),
+                (torch.float32, window if i % 2 else None, True),
             ):
                 shape = (heads, groups, size, longest)
-                options = (pack_window, softcap, has_sinks)
-                packs.append(Pack(seed + longest, *shape, dtype, *options))
+                packs.append(Pack(seed + longest, *shape, dtype, pack_window, has_sinks))
     return packs
 
 

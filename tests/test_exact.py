@@ -48,7 +48,7 @@ FAMILIES = {
     "llama with one head a key": ("llama", {"num_key_value_heads": 6}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
-    "gemma2 with caps": (
+    "gemma2 with capped logits": (
         "gemma2",
         {**SPECIAL["gemma2"], "sliding_window": 40, "query_pre_attn_scalar": 32},
     ),
@@ -203,7 +203,7 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
     "family, dtype, changes",
     [
         ("llama", "bfloat16", {}),
-        ("gemma2 with caps", "float32", {}),
+        ("gemma2 with capped logits", "float32", {}),
         ("llama", "float32", {"lora_rank": 2}),
         ("qwen2", "bfloat16", {"lora_rank": 1}),
         ("qwen3", "float32", {"lora_rank": 16, "lora_targets": ["q_proj", "down_proj"]}),

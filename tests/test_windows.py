@@ -109,7 +109,6 @@ def test_the_hook_accepts_what_is_harmless():
         use_cache=False,
         output_attentions=False,
         is_causal=True,
-        softcap=None,
         s_aux=None,
     )
     assert torch.equal(plain, with_keywords)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import AttentionInterface
 
-from rl2.attention.capped import attend_capped, attend_capped_backward
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
 from rl2.parallel.rank import is_first_rank
 from rl2.progress import expecting, mark
@@ -36,11 +35,6 @@ WIDTH_MULTIPLE_TOKENS = 16
 # kernel took twice as long, on 1,024 tokens the fp32 kernel took 1.4 times as long (AVX512-BF16).
 FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
 
-
-NO_SOFTCAP_ON_GPUS = (
-    "its attention caps its scores (attn_logit_softcapping), which torch's CUDA kernels cannot: "
-    "choose another model, or train it on a CPU"
-)
 
 # The kernels that may take the place of FA2, the best first, by the major compute capability.
 NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
@@ -121,26 +115,18 @@ def _longest(boundaries: list[int]) -> int:
 
 
 def forward_block(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32.
-
-    With `softcap` c a score s counts as c tanh(s / c); ValueError on a GPU.
-    """
+    """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
     if device_kind(q.device) == "cuda":
-        if softcap is not None:
-            raise ValueError(NO_SOFTCAP_ON_GPUS)
         return _forward_cuda(q, k, v, block, scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for q_rows, k_rows, is_real in block.calls:
         heads = _heads(q, q_rows), _heads(k, k_rows), _heads(v, k_rows)
-        if softcap is not None:
-            call_out, call_lse = attend_capped(*heads, block.causal, scale, softcap)
-        else:
-            call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads, NO_DROPOUT, block.causal, scale=scale
-            )
+        call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, NO_DROPOUT, block.causal, scale=scale
+        )
         out[q_rows[is_real]] = call_out.transpose(1, 2)[is_real]
         lse[q_rows[is_real]] = call_lse.transpose(1, 2)[is_real]
     return out, lse
@@ -155,7 +141,6 @@ def backward_block(
     lse: Tensor,
     block: Block,
     scale: float,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, see `forward_block`.
 
@@ -179,12 +164,9 @@ def backward_block(
             _heads(out, q_rows, dtype),
             lse[q_rows].transpose(1, 2),
         )
-        if softcap is not None:
-            gradients = attend_capped_backward(*arguments, block.causal, scale, softcap)
-        else:
-            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *arguments, NO_DROPOUT, block.causal, scale=scale
-            )
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *arguments, NO_DROPOUT, block.causal, scale=scale
+        )
         call_dq, call_dk, call_dv = (heads.transpose(1, 2).to(q.dtype) for heads in gradients)
         dq[q_rows[is_real]] = call_dq[is_real]
         is_real_key = is_real if block.causal else torch.ones_like(k_rows, dtype=torch.bool)
@@ -362,7 +344,6 @@ def _hook(
     scaling=None,
     dropout=0.0,
     sliding_window=None,
-    softcap=None,
     s_aux=None,
     attend=None,
     **unknown: Any,
@@ -380,7 +361,7 @@ def _hook(
     _check_keywords(module, dropout, {"attention_mask": attention_mask, **unknown})
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return attend(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    return attend(module, query, key, value, scaling, sliding_window, s_aux), None
 
 
 AttentionInterface.register("rl2", _hook)

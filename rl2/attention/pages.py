@@ -53,7 +53,6 @@ def attend_pages(
     values: Tensor,
     hidden: Tensor,
     scaling: float,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """query [n, G, W, g, D], keys [N, n, G, D, P], values [N, n, G, P, D], hidden [n, W, K]
@@ -61,7 +60,7 @@ def attend_pages(
 
     `hidden` is true where a query does not see a key; keys and values are finite there too. Scores
     are fp32 whatever the dtype, as in flash attention: those of some models (Qwen2) are too large
-    for bf16. With `softcap` c a score s counts as c tanh(s / c).
+    for bf16.
 
     `sinks` [G * g] are one more score of each query head, of a value of 0. They fill a page before
     the others, so that they have the same place in the sums of every call; the scores that are
@@ -79,8 +78,6 @@ def attend_pages(
         for pages in keys.split(size):
             page_scores += rows @ pages.flatten(1, 2).float()
     scores = torch.cat(page_scores, -1).mul_(scaling)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
 
     def split(x: Tensor) -> Tensor:
         """[n * G, rows, *] -> [n, G, W, g, *], a view."""
@@ -169,7 +166,6 @@ class Pages:
         k: Tensor,
         v: Tensor,
         scale: float,
-        softcap: float | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """q [L, H, D], k and v [L, G, D], sinks [H] -> out [L, H, D], lse [L, H] float32."""
@@ -183,7 +179,6 @@ class Pages:
                 _pages(v, call.k_rows).contiguous(),
                 call.hidden,
                 scale,
-                softcap,
                 sinks,
             )
             call_lse = scores.logsumexp(-1)

@@ -102,14 +102,12 @@ class PackedAttention:
         value: Tensor,
         scaling: float,
         sliding_window: int | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """query [1, H, L, D], key [1, G, L, D] and value [1, G, L, V] -> [1, L, H, V].
 
         With `sliding_window` a token sees at most that many tokens, the last of which is itself.
-        With `softcap` c a score s counts as c tanh(s / c). `sinks` [H] are one more score of each
-        softmax, of a value of 0.
+        `sinks` [H] are one more score of each softmax, of a value of 0.
         """
         width = value.shape[-1]
         if width != query.shape[-1]:
@@ -117,7 +115,7 @@ class PackedAttention:
             value = F.pad(value, (0, query.shape[-1] - width))
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
         blocks = self._blocks(sliding_window)
-        out = _Attention.apply(q, k, v, sinks, self, blocks, scaling, softcap)
+        out = _Attention.apply(q, k, v, sinks, self, blocks, scaling)
         return out[None, ..., :width]
 
     def _blocks(self, window: int | None) -> Blocks:
@@ -188,17 +186,17 @@ def _from_first_run(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tenso
     return out, lse
 
 
-def _forward(q, k, v, sinks, attention, blocks, scale, softcap) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, sinks, attention, blocks, scale) -> tuple[Tensor, Tensor]:
     """(out [L, H, D], lse [L, H])."""
     if blocks.pages:
-        return blocks.pages.attend(q, k, v, scale, softcap, sinks)
+        return blocks.pages.attend(q, k, v, scale, sinks)
     for step, (keys, values) in enumerate(attention.travel(k, v)):
         if step == 0:
-            out, lse = forward_block(q, keys, values, blocks.causal, scale, softcap)
+            out, lse = forward_block(q, keys, values, blocks.causal, scale)
         for block in blocks.cross[step]:
             rows = block.queries
             block_kv = keys[block.keys], values[block.keys]
-            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale, softcap)
+            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale)
             out = out.float()
             out[rows], lse[rows] = merge(out[rows], lse[rows], block_out.float(), block_lse)
     if sinks is not None:
@@ -222,15 +220,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, blocks, scale, softcap = ctx.settings
+        attention, blocks, scale = ctx.settings
         d_sinks = None if sinks is None else sinks_gradient(d_out, out, lse, sinks)
         pending_dkv = None
         for step, (keys, values) in enumerate(attention.travel(k, v)):
             # dq and dkv are sums over blocks, in fp32.
             if step == 0:
-                dq, dk, dv = backward_block(
-                    d_out, q, keys, values, out, lse, blocks.causal, scale, softcap
-                )
+                dq, dk, dv = backward_block(d_out, q, keys, values, out, lse, blocks.causal, scale)
                 dq = dq.float()
                 dkv = torch.stack((dk, dv)).float()
             else:
@@ -239,7 +235,7 @@ class _Attention(torch.autograd.Function):
                 rows = block.queries
                 block_kv = keys[block.keys], values[block.keys]
                 block_dq, *block_dkv = backward_block(
-                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale, softcap
+                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale
                 )
                 dq.index_add_(0, rows, block_dq.float())
                 dkv.index_add_(1, block.keys, torch.stack(block_dkv).float())
@@ -250,4 +246,4 @@ class _Attention(torch.autograd.Function):
                 pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
         dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
         gradients = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), d_sinks
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None

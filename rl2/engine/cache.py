@@ -53,7 +53,6 @@ class ScoreOptions(NamedTuple):
     """How products of queries and keys become weights, as in PackedAttention."""
 
     scaling: float
-    softcap: float | None
     sinks: Tensor | None
 
 
@@ -90,7 +89,6 @@ class KVCache(ABC):
         value: Tensor,
         scaling: float,
         sliding_window: int | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Stores the new keys and values and attends, with the options of PackedAttention.
@@ -109,7 +107,7 @@ class KVCache(ABC):
             keys,
             values,
             self.masks[sliding_window],
-            ScoreOptions(scaling, softcap, sinks),
+            ScoreOptions(scaling, sinks),
         )
         return out.reshape(n, 1, num_heads, -1)
 
@@ -235,10 +233,9 @@ class DenseKVCache(KVCache):
     ) -> Tensor:
         """Attends with one kernel, see KVCache. It needs no support of grouped heads.
 
-        Kernels have no caps and no sinks: models with these take plain products, with all keys as
-        one page.
+        Kernels have no sinks: models with these take plain products, with all keys as one page.
         """
-        if options.softcap is not None or options.sinks is not None:
+        if options.sinks is not None:
             hidden = mask[:, 0].isinf()
             out, _ = attend_pages(query[:, :, None], keys[None].mT, values[None], hidden, *options)
             return out.to(values.dtype)

@@ -20,7 +20,6 @@ from transformers.utils.logging import (
 )
 
 from rl2 import progress
-from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
 from rl2.attention.ring import Ring, keep_attention
 from rl2.config.conditions import Exactness
 from rl2.model.admission import admit
@@ -77,8 +76,6 @@ def load_model(
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
-    if device_kind(mesh.device) == "cuda":
-        _check_softcap(name, config)
     source.admit(name, config, settings.critic)
 
     # Every process builds the model without memory, as it will be trained.
@@ -174,12 +171,6 @@ def _read_whole(
     if problem is not None:
         raise ValueError(problem)
     return full
-
-
-def _check_softcap(name: str, config: PreTrainedConfig) -> None:
-    """ValueError for a model that the kernels of a GPU cannot compute."""
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        raise ValueError(f"{name} ({config.model_type}): {NO_SOFTCAP_ON_GPUS}")
 
 
 def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
