@@ -47,6 +47,7 @@ def start_engine(settings: EngineSettings, model: PreTrainedModel) -> Any:
     """
     if settings.adapters is not None:
         raise ValueError("vLLM is sent merged weights, no adapters")
+    _check_kind(settings, model)
     with _preserved_process(settings.device), expecting(SECONDS_TO_START):
         _set_variables(settings)
         return _start(settings, model)
@@ -72,27 +73,18 @@ def _start(settings: EngineSettings, model: PreTrainedModel) -> Any:
     if settings.device.type == "cpu":
         _patch_for_cpu()
     arguments = engine_arguments(settings, model)
-    with _explained_errors():
-        config = EngineArgs(**arguments).create_engine_config()
-    _check_kind(settings, config.model_config)
-    with _explained_errors():
-        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-    # At the exit of this process it would destroy the trainer's process groups.
-    engine.engine_core._finalizer.detach()
-    gc.unfreeze()  # vLLM has frozen the trainer's objects too
-    return engine
-
-
-@contextmanager
-def _explained_errors() -> Iterator[None]:
-    """RuntimeError with vLLM's reason and advice for an error inside."""
     try:
-        yield
+        config = EngineArgs(**arguments).create_engine_config()
+        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise RuntimeError(
             f"vLLM did not start: {error}. rollout.engine_args.NAME=VALUE sets any argument of its "
             "engine; rollout.engine=local needs no other package."
         ) from error
+    # At the exit of this process it would destroy the trainer's process groups.
+    engine.engine_core._finalizer.detach()
+    gc.unfreeze()  # vLLM has frozen the trainer's objects too
+    return engine
 
 
 def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[str, Any]:
@@ -133,26 +125,25 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_kind(settings: EngineSettings, model_config: Any) -> None:
+def _check_kind(settings: EngineSettings, model: PreTrainedModel) -> None:
     """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
-    kind = model_config.hf_text_config.model_type
-    has_state = model_config.is_hybrid or model_config.has_inner_state
+    kind = model.config.get_text_config().model_type
+    has_state = any(map(is_recurrent, model.modules()))
+    remedy = "set sglang or local"
     if kind == "gpt_oss":
         obstacle = "has experts and sinks that vLLM 0.32 leaves out when it is sent weights"
     elif kind == "nemotron_h":
         obstacle = "has a least time step (time_step_min), which vLLM 0.32 does not compute"
     elif has_state and kind not in TRIED_RECURRENT:
         obstacle = f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)"
-    elif model_config.is_quantized:
+    elif hasattr(model.config, "quantization_config"):
         obstacle = "is quantized, which was not tried"
     elif kind in GATED_DELTA and settings.device.type == "cpu" and settings.dtype != torch.bfloat16:
-        raise ValueError(
-            f"rollout.engine=vllm: {settings.model_name} has gated delta rules, which it computes "
-            "on a CPU in bfloat16 only; set actor.dtype=bfloat16"
-        )
+        obstacle = "has gated delta rules, which it computes on a CPU in bfloat16 only"
+        remedy = "set actor.dtype=bfloat16"
     else:
         return
-    raise ValueError(f"rollout.engine=vllm: {settings.model_name} {obstacle}: set sglang or local")
+    raise ValueError(f"rollout.engine=vllm: {settings.model_name} {obstacle}: {remedy}")
 
 
 @cache

@@ -130,7 +130,7 @@ def test_gated_delta_rules(tmp_path, engine_of, file_dtype):
     """vLLM computes them in bfloat16 only. It keeps A_log as the files have it."""
     name = make_model(tmp_path / "model", "qwen3_next", tied=False, **{**VLLM_SIZES, **QWEN3_NEXT})
     AutoModelForCausalLM.from_pretrained(name, dtype=file_dtype).save_pretrained(name)
-    with pytest.raises(ValueError, match="gated delta rules, .* set actor.dtype=bfloat16"):
+    with pytest.raises(ValueError, match="gated delta rules, .*: set actor.dtype=bfloat16"):
         engine_of(make_worker(name))
     worker = make_worker(name, dtype="bfloat16", lr=3e-2)
     engine = engine_of(worker)
