@@ -127,6 +127,23 @@ def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind
     wait_until(lambda: set(threading.enumerate()) <= before)
 
 
+def test_the_call_that_blocked_the_loop_is_named_also_after_its_end(tmp_path, monkeypatch):
+    """By the calls that it has kept waiting, however soon it is ended."""
+    env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
+    assert call(env, kind="") == {"reward": 1.0}
+    loop = env._threads._loop
+    end = loop.thread.end
+
+    def end_and_wait():
+        end()
+        wait_until(lambda: "blocks" not in loop.describe_work())
+
+    monkeypatch.setattr(loop.thread, "end", end_and_wait)
+    results = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
+    assert all("blocked by reward_fn" in str(result) for result in results), results
+    env.close()
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_hanging_calls_leave_no_threads_behind(tmp_path, prefix):
     body = "await asyncio.Event().wait()" if prefix else "time.sleep(0.001)"

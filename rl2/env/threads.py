@@ -11,6 +11,7 @@ import copy
 import selectors
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -27,7 +28,7 @@ from rl2.thread_exceptions import raise_in_thread
 # the lock hundreds of times a step: with Python's 0.005 it would wait for busy threads most of the
 # time. Beside four of them a decoding step took 23.9 s with it, and 6.1 s with 0.0001.
 SWITCH_SECONDS = 0.0001
-# A stack is shown without the frames of these folders above the env's own, and shortened.
+# A stack is shown without the frames of these folders above the env's own.
 OUTSIDE = (
     str(Path(asyncio.__file__).parent),
     str(Path(__file__).parent),
@@ -105,15 +106,13 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def describe_work(self) -> str:
-        """The function of the env that runs on the loop now, its file and stack; empty if none."""
+        """The function of the env that runs on the loop now, its file and lines; empty if none."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         stack = list(dropwhile(_is_outside, traceback.extract_stack(frame)))
         if not stack:
             return ""
-        place = f"{stack[0].name} of {stack[0].filename}"
-        if len(stack) > 4:  # the env's function, and where a library waits
-            stack = stack[:2] + stack[-2:]
-        return f"{place}:\n{''.join(traceback.format_list(stack))}"
+        lines = "".join(traceback.format_list(stack[:2]))
+        return f"{stack[0].name} of {stack[0].filename}:\n{lines}"
 
     def _serve(self) -> None:
         while not self._is_closing:
@@ -129,6 +128,8 @@ class Threads:
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._loop: LoopThread | None = None  # the first call of an async function starts it
+        self._blocked_at = 0.0  # when a late call last saw that the loop was blocked
+        self._blocker = ""  # by what it was blocked then
 
     async def run(self, name: str, function: Callable, arguments: dict, is_async: bool) -> Any:
         """Returns the checked result of a call. EnvError if it fails or takes too long."""
@@ -155,13 +156,16 @@ class Threads:
         if self._loop is None:
             self._loop = LoopThread()
         loop = self._loop
+        began_at = time.monotonic()
         coroutine = _call_async(name, function, arguments)
         result = loop.submit(coroutine)
         try:
             value = await self._wait(name, result)
         except LateError as error:
-            work = loop.describe_work()
-            if not work:
+            # Another late call may have seen the block before, and ended it.
+            if self._blocked_at < began_at and (work := loop.describe_work()):
+                self._blocked_at, self._blocker = time.monotonic(), work
+            if self._blocked_at < began_at:
                 raise
             task = asyncio.current_task(loop.loop)
             if task is not None and task.get_coro() is coroutine:
@@ -169,8 +173,8 @@ class Threads:
             raise LateError(
                 f"{error}: the event loop that all async functions of the env share was blocked; "
                 "await what takes time, use asyncio.to_thread, or set "
-                f"rollout.env_isolation=process. It was blocked by {work}",
-                kind=f"blocked event loop {work}",
+                f"rollout.env_isolation=process. It was blocked by {self._blocker}",
+                kind=f"blocked event loop {self._blocker}",
             ) from None
         finally:
             result.cancel()  # ends the call, if it has not ended
