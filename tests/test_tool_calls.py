@@ -95,10 +95,9 @@ def test_a_call_that_cannot_be_read_is_answered_in_its_own_syntax(family):
     place = reader.read((), turn, TOOLS)
     opening = re.compile(reader.syntax.opening).match(turn, place.start)[0]
     [call] = read(reader, f"Well: {opening}oops((({{'")
-    form = write_calls(template, FAMILIES[name], "", ("NAME", {"KEY": "VALUE"}))
     assert call.error.endswith(reader.syntax.form)
-    assert reader.syntax.form.replace("rl2probe1", "0" * 9) in form
-    assert ('"arguments"' in call.error) == ('"arguments"' in turn)
+    [call] = read(reader, reader.syntax.form.replace("VALUE", "1"))
+    assert (call.name, str(call.arguments["KEY"])) == ("NAME", "1")
 
 
 @pytest.mark.parametrize("opening", REASONING)
@@ -175,7 +174,7 @@ def test_a_response_template_reads_what_rl2_does_not(written, capsys):
         assert "the call cannot be read" in call.error
         assert ("<call>" in call.error) == (written == WRITTEN)
     [call] = read(reader, '<call>{"name": "find", "arguments": {"n": 1e999}}</call>')
-    assert "not finite" in call.error
+    assert "Out of range" in call.error
 
 
 @pytest.mark.skipif(

@@ -147,14 +147,11 @@ class CallReader:
         return None
 
     def _find_syntax(self, written: str, expected: list[ToolCall]) -> Syntax | None:
-        """The syntax that reads what the template writes. Its form becomes the template's."""
+        """The syntax that reads what the template writes."""
         tools = [PROBE_SCHEMA]
         for syntax in SYNTAXES:
             if find_marked_calls(written, tools, [syntax]).calls == expected:
-                example = self._write_call("NAME", {"KEY": "VALUE"}) or ""
-                place = find_marked_calls(example, tools, [syntax])
-                form = example[place.start : place.end]
-                return replace(syntax, form=form or syntax.form)
+                return syntax
         return LLAMA if find_bare_calls(written, tools) == expected else None
 
     def _warn(self, text: str) -> None:

@@ -1,15 +1,12 @@
 """A call of a tool, and the values that its arguments may have."""
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl2.env.results import MAX_NESTING
+from rl2.env.results import MAX_NESTING, check_nesting
 
-# Python writes no number of more than 4,300 digits as text, and JSON is text.
-MAX_DIGITS = 4000
-MAX_BITS = int(MAX_DIGITS * math.log2(10))
 MAX_NAME = 200  # characters of a tool's name
 
 
@@ -25,7 +22,7 @@ class ToolCall:
 def to_call(name: Any, arguments: Any) -> ToolCall:
     """Returns the call, with its arguments as plain JSON by name.
 
-    ValueError if they are something else.
+    ValueError, TypeError or RecursionError if they are something else.
     """
     name = str(name or "")
     if not 0 < len(name) <= MAX_NAME:
@@ -34,31 +31,49 @@ def to_call(name: Any, arguments: Any) -> ToolCall:
         arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict | None):
         raise ValueError("expected the arguments as an object, by name")
-    return ToolCall(_to_plain(name), _to_plain(arguments or {}))
+    text = json.dumps([name, arguments or {}], ensure_ascii=False, allow_nan=False)
+    # Escapes may write halves of characters. Whole ones are joined, others replaced.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    name, arguments = json.loads(text)
+    check_nesting(arguments, MAX_NESTING)
+    return ToolCall(name, arguments)
 
 
-def _to_plain(value: Any, levels: int = MAX_NESTING) -> Any:
-    """Returns a copy of a value. ValueError if JSON has no such value, or no tool could use it."""
-    if isinstance(value, str):
-        # Escapes may write halves of characters. Whole ones are joined, others replaced.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        if value.bit_length() > MAX_BITS:
-            raise ValueError(f"a number has more than {MAX_DIGITS} digits")
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"the number {value} is not finite")
-        return value
-    if levels == 0:
-        raise ValueError(f"arguments are nested more than {MAX_NESTING} deep")
-    if isinstance(value, list | tuple):
-        return [_to_plain(item, levels - 1) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {_to_plain(key): _to_plain(item, levels - 1) for key, item in value.items()}
-    raise ValueError(f"arguments are values of JSON, {type(value).__name__} is none")
+def argument_schemas(tools: Sequence[dict], name: str) -> dict[str, Any]:
+    """Returns the schemas of a tool's arguments by their names; none if there is no such tool."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return (tool["function"].get("parameters") or {}).get("properties") or {}
+    return {}
+
+
+def to_typed(text: str, schema: Any) -> Any:
+    """Returns the value of an argument that is written without quotes: a text, or JSON.
+
+    "5" is a text if the schema of the argument allows texts, and else a number. Python's True,
+    False and None are read too.
+    """
+    types = _declared_types(schema)
+    plain = text.strip()
+    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
+    if "string" in types:
+        return None if "null" in types and plain == "null" else text
+    try:
+        value = DECODER.decode(plain)
+    except (ValueError, RecursionError):
+        return text
+    # Texts are written without quotes, so these are its own.
+    return text if isinstance(value, str) else value
+
+
+def _declared_types(schema: Any) -> set[str]:
+    """Returns the types that a schema of JSON allows; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else {*(declared or [])}
+    types = types.union(*map(_declared_types, schema.get("anyOf") or []))
+    return types | {"null"} if schema.get("nullable") else types
 
 
 def _refuse_constant(name: str) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from rl2.env.tool_calls.call import ToolCall
 from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, skip_space
 from rl2.env.tool_calls.python_calls import read_python_calls
-from rl2.env.tool_calls.schemas import Schemas, argument_schemas
 from rl2.env.tool_calls.syntaxes import Syntax
 
 MAX_CALLS = 100  # in a turn
@@ -31,11 +30,10 @@ PYTHON_START = re.compile(r"\[?[\w.]+\(")
 
 @dataclass
 class Found:
-    """What a turn says: its calls, and where the text of the calls begins and ends."""
+    """What a turn says: its calls, and where the text of the calls begins."""
 
     calls: list[ToolCall]
     start: int = 0
-    end: int = 0
 
 
 def find_calls(
@@ -55,7 +53,6 @@ def find_marked_calls(
     text: str, tools: Sequence[dict], syntaxes: Sequence[Syntax], in_reasoning: bool = False
 ) -> Found:
     """Returns the calls after the marks of the syntaxes."""
-    schemas = argument_schemas(tools)
     found = Found([])
     position = _end_of_reasoning(text, in_reasoning)
     any_mark = re.compile("|".join(syntax.opening for syntax in syntaxes))
@@ -64,16 +61,15 @@ def find_marked_calls(
             error = f"a turn may have {MAX_CALLS} calls, those after them are not made"
             found.calls.append(ToolCall("", error=error))
             break
-        calls, position = _read_at(text, mark.start(), schemas, syntaxes)
+        calls, position = _read_at(text, mark.start(), tools, syntaxes)
         if not found.calls:
             found.start = mark.start()
         found.calls += calls[: MAX_CALLS - len(found.calls)]
-        found.end = position
     return found
 
 
 def _read_at(
-    text: str, start: int, schemas: Schemas, syntaxes: Sequence[Syntax]
+    text: str, start: int, tools: Sequence[dict], syntaxes: Sequence[Syntax]
 ) -> tuple[list[ToolCall], int]:
     """The calls after the mark at `start`, by the first of the syntaxes that can read them."""
     errors = []
@@ -82,7 +78,7 @@ def _read_at(
         if mark is None:
             continue
         try:
-            return syntax.read(text, mark.end(), schemas)
+            return syntax.read(text, mark.end(), tools, syntax.closing)
         except Exception as error:  # the text is the model's: no text may end the run
             errors.append((syntax, mark, _describe(error)))
     # The first syntax that has this mark explains itself.
@@ -101,13 +97,9 @@ def _describe(error: Exception) -> str:
 
 def _end_of_unreadable(text: str, syntax: Syntax, start: int) -> int:
     """Returns where a call ends that cannot be read: after its mark, or before the next call."""
-    closing = text.find(syntax.closing, start) if syntax.closing else -1
-    if closing >= 0:
-        return closing + len(syntax.closing)
-    if syntax.closing:
-        return len(text)
-    following = re.compile(syntax.opening).search(text, start)
-    return following.start() if following else len(text)
+    mark = re.escape(syntax.closing) or f"(?={syntax.opening})"
+    end = re.compile(mark).search(text, start)
+    return end.end() if end else len(text)
 
 
 def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False) -> list[ToolCall]:

@@ -5,16 +5,16 @@ A syntax has a mark in front of a call, and a function that reads what follows t
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rl2.env.tool_calls.call import DECODER, ToolCall, to_call
+from rl2.env.tool_calls.call import DECODER, ToolCall, argument_schemas, to_call, to_typed
 from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, read_json_object, skip_space
 from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
-from rl2.env.tool_calls.schemas import Schemas, declared_types, to_typed
 
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
+Tools = Sequence[dict]  # the schemas of the tools
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
 GEMMA_NAME = re.compile(r"\s*call:([\w.-]+)(?=\{)")
 GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
@@ -43,28 +43,25 @@ GLM_ARGUMENT = re.compile(
 class Syntax:
     """How a family writes calls.
 
-    `read_body(text, start, schemas, closing)` returns the calls after a mark that ends at `start`.
+    `read(text, start, tools, closing)` returns the calls after a mark that ends at `start`.
     It raises if there is something else.
     """
 
     name: str
     opening: str  # a regular expression: the mark in front of a call, or of several
     closing: str  # the mark after it, or ""
-    read_body: Callable[[str, int, Schemas, str], Calls]
+    read: Callable[[str, int, Tools, str], Calls]
     form: str  # a call as the model should write it, for messages
 
-    def read(self, text: str, start: int, schemas: Schemas) -> Calls:
-        return self.read_body(text, start, schemas, self.closing)
 
-
-def _read_json(text: str, start: int, _: Schemas, closing: str) -> Calls:
+def _read_json(text: str, start: int, _: Tools, closing: str) -> Calls:
     """{"name": NAME, "arguments": {...}}, or a list of them."""
     calls, end = read_json_calls(text, start)
     return calls, _expect(text, end, closing)
 
 
 def _read_named_json(
-    text: str, start: int, _: Schemas, closing: str, name: re.Pattern, last_closing: str = ""
+    text: str, start: int, _: Tools, closing: str, name: re.Pattern, last_closing: str = ""
 ) -> Calls:
     """A name, the group of the pattern that matches, and its arguments as JSON.
 
@@ -78,7 +75,7 @@ def _read_named_json(
 def _read_marked_arguments(
     text: str,
     start: int,
-    schemas: Schemas,
+    tools: Tools,
     closing: str,
     name: re.Pattern,
     argument: re.Pattern,
@@ -91,18 +88,18 @@ def _read_marked_arguments(
     """
     head = _match(name, text, start)
     tool, end = head[1].strip(), head.end()
-    properties = schemas.get(tool, {})
+    schemas = argument_schemas(tools, tool)
     arguments = {}
     while match := argument.match(text, end):
         key = match[1].strip()
-        arguments[key] = to_typed(match[2], declared_types(properties.get(key)))
+        arguments[key] = to_typed(match[2], schemas.get(key))
         end = match.end()
     call = to_call(tool, arguments)
     end = _expect(text, end, end_of_call)
     return [call], _skip(text, end, closing if end_of_call != closing else "")
 
 
-def _read_python(text: str, start: int, _: Schemas, closing: str) -> Calls:
+def _read_python(text: str, start: int, _: Tools, closing: str) -> Calls:
     """[NAME(KEY=VALUE), ...] between marks."""
     body, mark, _rest = text[start:].partition(closing)
     try:
@@ -112,7 +109,7 @@ def _read_python(text: str, start: int, _: Schemas, closing: str) -> Calls:
     return calls, start + len(body) + len(mark)
 
 
-def _read_llama(text: str, start: int, _: Schemas, closing: str) -> Calls:
+def _read_llama(text: str, start: int, _: Tools, closing: str) -> Calls:
     """JSON, or calls of Python up to the next mark."""
     if JSON_START.match(text, start):
         return read_json_calls(text, start)
@@ -120,7 +117,7 @@ def _read_llama(text: str, start: int, _: Schemas, closing: str) -> Calls:
     return read_python_calls(body), start + len(body)
 
 
-def _read_mistral(text: str, start: int, schemas: Schemas, closing: str) -> Calls:
+def _read_mistral(text: str, start: int, _: Tools, closing: str) -> Calls:
     """A list of calls, or NAME[ARGS]{...}, which may have [CALL_ID] and an id in between."""
     if JSON_START.match(text, start):
         return read_json_calls(text, start)
@@ -128,7 +125,7 @@ def _read_mistral(text: str, start: int, schemas: Schemas, closing: str) -> Call
     return [call], end
 
 
-def _read_gemma(text: str, start: int, _: Schemas, closing: str) -> Calls:
+def _read_gemma(text: str, start: int, _: Tools, closing: str) -> Calls:
     """call:NAME{KEY:VALUE}, in which <|"|> quotes texts: JSON with other quotes."""
     name = _match(GEMMA_NAME, text, start)
     pieces = text[name.end() :].split('<|"|>')
