@@ -1,7 +1,7 @@
 """Calls of tools in the turns of a model, in the syntax that its own chat template writes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -11,6 +11,7 @@ from rl2.data.chat import ChatTemplate
 from rl2.env.tool_calls.call import ToolCall, to_call
 from rl2.env.tool_calls.find import (
     REASONING,
+    UNREADABLE,
     Found,
     find_bare_calls,
     find_calls,
@@ -52,6 +53,7 @@ ARGUMENTS = {
     "names": ["a, b", "c"],
     "options": {"inner": {"list": [1, {"x": False}]}, "text": "a\nb"},
 }
+EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
 # Ids of calls: Mistral's templates take nine characters, Kimi's write the id in place of the name.
 IDS = ("rl2probe1", "functions.{}:0")
 
@@ -71,13 +73,14 @@ class CallReader:
 
     def __post_init__(self) -> None:
         """Chooses what reads the calls, by what reads back those that the chat template writes."""
+        self.example = self._write_call("NAME", {"KEY": "VALUE"}) or EXAMPLE
         written = self._write_call(PROBE_TOOL, ARGUMENTS)
         if written is None:  # there is no call to try the response template with
             self.has_response_template = self._parse([], PLAIN_TURN) is not None
             if not self.has_response_template:
                 self._warn(
                     "its chat template writes no calls of tools, so the prompt has to say how to "
-                    f"call them. rl2 reads {SYNTAXES[0].form}, JSON in a code fence and what "
+                    f"call them. rl2 reads {EXAMPLE}, JSON in a code fence and what "
                     "docs/environments.md lists"
                 )
             return
@@ -89,29 +92,26 @@ class CallReader:
             self._warn(
                 f"its chat template writes calls of tools that rl2 does not read: {written!r}. "
                 "Give its tokenizer a response_template (transformers), or set data.chat_template "
-                f"to a template that writes {SYNTAXES[0].form}"
+                f"to a template that writes {EXAMPLE}"
             )
 
     def read(self, prompt: Sequence[int], turn: str, tools: list[dict]) -> Found:
         """The calls in a turn that follows the tokens of the prompt."""
-        if self.has_response_template:
-            calls = self._parse(prompt, turn, tools)
-            if calls is not None:
-                return self._locate(prompt, turn, tools, calls)
-        syntaxes = (self.syntax,) if self.syntax else SYNTAXES
-        found = find_calls(turn, tools, syntaxes, self._begins_reasoning(prompt))
-        if self.has_response_template and not found.calls:
-            # It reads turns without a call, so this has one.
-            example = self._write_call("NAME", {"KEY": "VALUE"}) or SYNTAXES[0].form
-            found.calls.append(ToolCall("", error=f"the call cannot be read. Write {example}"))
+        calls = self._parse(prompt, turn, tools) if self.has_response_template else None
+        in_reasoning = self._begins_reasoning(prompt)
+        if calls is not None:
+            found = find_marked_calls(turn, tools, SYNTAXES, in_reasoning)  # their place
+            found.calls = calls
+        else:
+            syntaxes = (self.syntax,) if self.syntax else SYNTAXES
+            found = find_calls(turn, tools, syntaxes, in_reasoning)
+            if self.has_response_template and not found.calls:
+                # It reads turns without a call, so this has one.
+                found.calls.append(ToolCall("", error=UNREADABLE))
+        for call in found.calls:
+            if call.error.startswith(UNREADABLE):
+                call.error += f". Write {self.example}"
         return found
-
-    def _locate(
-        self, prompt: Sequence[int], turn: str, tools: list[dict], calls: list[ToolCall]
-    ) -> Found:
-        """The calls, with their place in the text if a syntax of rl2 finds it."""
-        found = find_marked_calls(turn, tools, SYNTAXES, self._begins_reasoning(prompt))
-        return replace(found, calls=calls)
 
     def _begins_reasoning(self, prompt: Sequence[int]) -> bool:
         end = self.template.decode(prompt[-PROMPT_END:]).rstrip()
@@ -129,7 +129,7 @@ class CallReader:
             try:
                 calls.append(to_call(name, arguments))
             except Exception as error:  # whatever it has made of the model's text
-                calls.append(ToolCall("", error=f"the call cannot be read: {error}"))
+                calls.append(ToolCall("", error=f"{UNREADABLE}: {error}"))
         return calls
 
     def _write_call(self, name: str, arguments: dict[str, Any]) -> str | None:

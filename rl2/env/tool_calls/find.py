@@ -14,6 +14,7 @@ from rl2.env.tool_calls.python_calls import read_python_calls
 from rl2.env.tool_calls.syntaxes import Syntax
 
 MAX_CALLS = 100  # in a turn
+UNREADABLE = "the call cannot be read"
 # What begins and ends a reasoning at the beginning of a turn, by family: Qwen and most others,
 # Mistral, Gemma, Kimi, Cohere, gpt-oss. Calls inside do not count.
 REASONING = {
@@ -83,7 +84,7 @@ def _read_at(
             errors.append((syntax, mark, _describe(error)))
     # The first syntax that has this mark explains itself.
     syntax, mark, reason = errors[0]
-    call = ToolCall("", error=f"the call cannot be read: {reason}. Write {syntax.form}")
+    call = ToolCall("", error=f"{UNREADABLE}: {reason}")
     return [call], _end_of_unreadable(text, syntax, mark.end())
 
 

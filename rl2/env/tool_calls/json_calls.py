@@ -34,10 +34,6 @@ def _from_json(value: Any) -> ToolCall:
     return to_call(value.get("name", value.get("tool_name")), arguments)
 
 
-def read_json_object(text: str, start: int) -> tuple[Any, int]:
-    return DECODER.raw_decode(text, skip_space(text, start))
-
-
 def skip_space(text: str, start: int) -> int:
     """Returns the place of the next character other than a space, or the end."""
     place = NO_SPACE.search(text, start)

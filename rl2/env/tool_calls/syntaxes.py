@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rl2.env.tool_calls.call import DECODER, ToolCall, argument_schemas, to_call, to_typed
-from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, read_json_object, skip_space
+from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, skip_space
 from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
 
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
@@ -51,7 +51,6 @@ class Syntax:
     opening: str  # a regular expression: the mark in front of a call, or of several
     closing: str  # the mark after it, or ""
     read: Callable[[str, int, Tools, str], Calls]
-    form: str  # a call as the model should write it, for messages
 
 
 def _read_json(text: str, start: int, _: Tools, closing: str) -> Calls:
@@ -67,7 +66,9 @@ def _read_named_json(
 
     The closing mark must follow; `last_closing`, after all calls, may follow it.
     """
-    call, end = _read_name_and_json(text, start, name)
+    head = _match(name, text, start)
+    arguments, end = DECODER.raw_decode(text, skip_space(text, head.end()))
+    call = to_call(next(filter(None, head.groups())).strip(), arguments)
     end = _expect(text, _skip(text, end, "```"), closing)
     return [call], _skip(text, end, last_closing)
 
@@ -117,12 +118,11 @@ def _read_llama(text: str, start: int, _: Tools, closing: str) -> Calls:
     return read_python_calls(body), start + len(body)
 
 
-def _read_mistral(text: str, start: int, _: Tools, closing: str) -> Calls:
+def _read_mistral(text: str, start: int, tools: Tools, closing: str) -> Calls:
     """A list of calls, or NAME[ARGS]{...}, which may have [CALL_ID] and an id in between."""
     if JSON_START.match(text, start):
         return read_json_calls(text, start)
-    call, end = _read_name_and_json(text, start, MISTRAL_NAME)
-    return [call], end
+    return _read_named_json(text, start, tools, closing, MISTRAL_NAME)
 
 
 def _read_gemma(text: str, start: int, _: Tools, closing: str) -> Calls:
@@ -143,13 +143,6 @@ def _read_gemma(text: str, start: int, _: Tools, closing: str) -> Calls:
         end += len(piece) + len('<|"|>')
     arguments = DECODER.decode("".join(as_json))
     return [to_call(name[1], arguments)], min(end, len(text))
-
-
-def _read_name_and_json(text: str, start: int, name: re.Pattern) -> tuple[ToolCall, int]:
-    """Returns a call whose name is the group that matches, and where its JSON ends."""
-    head = _match(name, text, start)
-    arguments, end = read_json_object(text, head.end())
-    return to_call(next(filter(None, head.groups())).strip(), arguments), end
 
 
 def _match(pattern: re.Pattern, text: str, start: int) -> re.Match:
@@ -176,29 +169,17 @@ def _skip(text: str, start: int, closing: str) -> int:
     return after + len(closing) if closing and text.startswith(closing, after) else start
 
 
-LLAMA = Syntax(
-    "llama", r"<\|python_tag\|>", "", _read_llama, '{"name": "NAME", "parameters": {"KEY": VALUE}}'
-)
+LLAMA = Syntax("llama", r"<\|python_tag\|>", "", _read_llama)
 # Syntaxes with one mark are tried in this order; the first of them explains a mistake.
 SYNTAXES = (
-    Syntax(
-        "hermes",
-        "<tool_call>",
-        "</tool_call>",
-        _read_json,
-        '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>',
-    ),
+    Syntax("hermes", "<tool_call>", "</tool_call>", _read_json),
     Syntax(
         "qwen3_coder",  # also of Qwen3.5 and Nemotron 3
         "<tool_call>|(?=<function=)",
         "</tool_call>",
         partial(
-            _read_marked_arguments,
-            name=XML_NAME,
-            argument=XML_ARGUMENT,
-            end_of_call="</function>",
+            _read_marked_arguments, name=XML_NAME, argument=XML_ARGUMENT, end_of_call="</function>"
         ),
-        "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
     ),
     Syntax(
         "glm",
@@ -210,66 +191,30 @@ SYNTAXES = (
             argument=GLM_ARGUMENT,
             end_of_call="</tool_call>",
         ),
-        "<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
     ),
     LLAMA,
-    Syntax("mistral", r"\[TOOL_CALLS\]", "", _read_mistral, '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}'),
+    Syntax("mistral", r"\[TOOL_CALLS\]", "", _read_mistral),
     Syntax(
         "deepseek",
         "<｜tool▁calls?▁begin｜>",
         "<｜tool▁call▁end｜>",
         partial(_read_named_json, name=DEEPSEEK_NAME, last_closing="<｜tool▁calls▁end｜>"),
-        '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}<｜tool▁call▁end｜>',
     ),
     Syntax(
         "kimi",
         r"<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
         "<|tool_call_end|>",
         partial(_read_named_json, name=KIMI_NAME, last_closing="<|tool_calls_section_end|>"),
-        '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"KEY": VALUE}'
-        "<|tool_call_end|>",
     ),
-    Syntax(
-        "cohere",
-        r"<\|START_ACTION\|>",
-        "<|END_ACTION|>",
-        _read_json,
-        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": '
-        '{"KEY": VALUE}}]<|END_ACTION|>',
-    ),
-    Syntax(
-        "gemma4",
-        r"<\|tool_call>",
-        "<tool_call|>",
-        _read_gemma,
-        '<|tool_call>call:NAME{KEY:<|"|>VALUE<|"|>}<tool_call|>',
-    ),
-    Syntax(
-        "lfm2",
-        r"<\|tool_call_start\|>",
-        "<|tool_call_end|>",
-        _read_python,
-        "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
-    ),
-    Syntax(
-        "olmo3",
-        "<function_calls>",
-        "</function_calls>",
-        _read_python,
-        "<function_calls>NAME(KEY=VALUE)</function_calls>",
-    ),
-    Syntax(
-        "phi4_mini",
-        r"<\|tool_call\|>",
-        "<|/tool_call|>",
-        _read_json,
-        '<|tool_call|>[{"name": "NAME", "arguments": {"KEY": VALUE}}]<|/tool_call|>',
-    ),
+    Syntax("cohere", r"<\|START_ACTION\|>", "<|END_ACTION|>", _read_json),
+    Syntax("gemma4", r"<\|tool_call>", "<tool_call|>", _read_gemma),
+    Syntax("lfm2", r"<\|tool_call_start\|>", "<|tool_call_end|>", _read_python),
+    Syntax("olmo3", "<function_calls>", "</function_calls>", _read_python),
+    Syntax("phi4_mini", r"<\|tool_call\|>", "<|/tool_call|>", _read_json),
     Syntax(
         "gpt_oss",
         rf"to=functions\.(?={HARMONY_NAME.pattern})",
         "<|call|>",
         partial(_read_named_json, name=HARMONY_NAME),
-        'to=functions.NAME<|channel|>commentary json<|message|>{"KEY": VALUE}<|call|>',
     ),
 )
