@@ -1,13 +1,12 @@
 """A loop of one's own: `play` of an env file, and the function `generate` that it gets."""
 
 import pytest
-from common import make_tokenizer, pack_rows
+from common import pack_rows
 from scripted import PARAMS, make_row, process_group  # noqa: F401
 from test_endpoint import (
     JUDGES,
     LIMITS,
     TWO_TURNS,
-    check_it_learns,
     check_limits,
     check_refused,
     describe,
@@ -15,7 +14,6 @@ from test_endpoint import (
     play,
 )
 from test_env_objects import trained_text
-from test_trainer import setup  # noqa: F401
 
 from rl2.config.schema import RolloutConfig
 from rl2.env.load import load_env
@@ -85,29 +83,9 @@ def test_messages_go_on_from_their_own_sequences_only(tmp_path):
     assert texts(player, trajectory) == ["1<|im_end|>2<|im_end|>", "3<|im_end|>"]
 
 
-def test_a_reply_that_is_not_trained_may_be_sampled_otherwise(tmp_path):
-    env = """
-        async def play(row, generate):
-            plan = await generate(row["messages"], temperature=0.0, top_k=5, trained=False)
-            await generate(row["messages"] + [plan.message, user("go")], max_new_tokens=7)
-            return 1.0
-    """
-    trajectory, player = play_one(tmp_path, ["plan", "do"], env)
-    (sample,) = trajectory.samples
-    assert trained_text(player, sample) == "do<|im_end|>"
-    greedy, own = player.engine.params
-    assert (greedy.temperature, greedy.top_k) == (0.0, 5)
-    assert (own.temperature, own.top_k, own.max_new_tokens) == (1.0, -1, 7)
-
-
 @pytest.mark.parametrize(
     "call, reason",
     [
-        ("row['messages'], temperature=0.5", "temperature=0.5"),
-        ("row['messages'], top_p=0.5", "trained=False"),
-        ("row['messages'], temperature=-1, trained=False", "temperature=-1"),
-        ("row['messages'], top_p=2, trained=False", "top_p=2"),
-        ("row['messages'], top_k=0, trained=False", "top_k=0"),
         ("row['messages'], max_new_tokens=0", "max_new_tokens=0"),
         ("row['messages'], stop='never'", "train_sampling_params.stop"),
         ("[]", "messages"),
@@ -181,7 +159,6 @@ def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
     "body, reason",
     [
         ("return 1.0", "asked the model for nothing"),
-        ("await generate(row['messages'], trained=False); return 1.0", "nothing to train"),
         ("await generate(row['messages'])", "no reward"),
         ("await generate(row['messages']); raise KeyError('of mine')", "of mine"),
     ],
@@ -231,15 +208,3 @@ def test_it_may_stand_beside_agents_and_not_beside_other_environments(tmp_path):
         read_envs(RolloutConfig(env_path=paths, max_turns=2), rows, problems)
         of_kinds = [problem for problem in problems if problem.key == "rollout.env_path"]
         assert len(of_kinds) == num_problems, problems
-
-
-def test_a_run_trains_a_loop(setup, tmp_path):  # noqa: F811
-    """Half of the prompts are token ids, half messages. The reward rises."""
-    ids = make_tokenizer()("say").input_ids
-    env = f"""
-        async def play(row, generate):
-            is_odd = int(row["messages"][0]["content"].split()[-1]) % 2
-            reply = await generate({ids} if is_odd else row["messages"])
-            return sum(letter in row["answer"] for letter in reply.text) / max(len(reply.text), 1)
-    """
-    check_it_learns(setup, tmp_path, env)

@@ -63,7 +63,9 @@ class AgentPlayer(Player):
             raise _without_secrets(result, session, address) from None
         if not last_turn:
             raise EnvError(_describe_silence(env, address))
-        _check_trained(env, trajectory)
+        if not (trajectory.rewards or env.judges):
+            text = "returned no reward, and the env file has no reward_fn"
+            raise EnvError(f"{env.spec.agent} {text}")
         return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
 
     async def _run_agent(
@@ -103,14 +105,6 @@ def _describe_silence(env: Env, address: Address | None) -> str:
         refusal = address.hide(address.refusal)
         return f"{name} got no answer of the model, which refused its last request: {refusal}"
     return f"{name} asked the model for nothing: no request has come to its base_url"
-
-
-def _check_trained(env: Env, trajectory: Trajectory) -> None:
-    """EnvError if the trajectory of an agent has nothing to train, or no reward."""
-    if not any(1 in sample.mask for sample in trajectory.samples):
-        raise EnvError("play has only replies with trained=False, so there is nothing to train")
-    if not (trajectory.rewards or env.judges):
-        raise EnvError(f"{env.spec.agent} returned no reward, and the env file has no reward_fn")
 
 
 def player_class(envs: Mapping[str, Env], endpoint_host: str = LOCAL_HOST) -> Callable[..., Player]:

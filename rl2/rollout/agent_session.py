@@ -6,8 +6,6 @@ begins a new one.
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -74,24 +72,16 @@ class AgentSession:
             params = self.limit(conversation, params)
         except MALFORMED as error:
             raise malformed_error(error) from error
-        with self.ending_at_failure():
-            await self.sample(base, conversation, params)
-            return self._describe(conversation, request.stop)
-
-    @contextmanager
-    def ending_at_failure(self) -> Iterator[None]:
-        """What is raised inside ends the agent, unless something has done that before."""
-        try:
-            yield
-        except Exception as error:
-            if not self.failure.done():
-                self.failure.set_result(error)
-            raise
+        await self.sample(base, conversation, params)
+        return self._describe(conversation, request.stop)
 
     async def sample(
         self, base: Conversation | None, conversation: Conversation, params: SamplingParams
     ) -> None:
-        """Samples the next turn of `conversation`, which takes the place of `base`."""
+        """Samples the next turn of `conversation`, which takes the place of `base`.
+
+        What is raised ends the agent, unless something has done that before.
+        """
         seed = (*self.seed[:-1], self.num_requests)
         self.num_requests += 1
         was_cut = self.is_cut
@@ -111,6 +101,10 @@ class AgentSession:
             remaining = conversation
             if was_cut:  # the agent knew of the limit, and has gone on
                 self.is_cut = False
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
         finally:
             self.requests.discard(task)
             if remaining:  # a request that was cancelled leaves what it extended in its place

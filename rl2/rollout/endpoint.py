@@ -16,7 +16,7 @@ from aiohttp import web
 from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
-from rl2.rollout.dialects import DIALECTS
+from rl2.rollout.dialects import DIALECTS, Dialect
 from rl2.rollout.dialects.form import (
     MALFORMED,
     MODEL,
@@ -119,18 +119,14 @@ class Endpoint:
             self._check_key(address, request)  # before the body is read
             if dialect is None:
                 return web.json_response(MODELS)
-            body = await _read_body(request)
-            try:
-                chat = dialect.read(body, address.params)
-            except MALFORMED as error:
-                raise malformed_error(error) from error
+            chat, is_stream = await _read_chat(request, dialect, address.params)
             whole = dialect.write(await address.complete(chat))
         except RequestError as error:
             if address:
                 address.refusal = error.reason
             write_error = dialect.write_error if dialect else openai_error
             return web.json_response(write_error(error.status, error.reason), status=error.status)
-        if not body.get("stream"):
+        if not is_stream:
             return web.json_response(whole)
         events = "".join(map(_encode_event, dialect.stream(whole)))
         return web.Response(text=events, content_type="text/event-stream")
@@ -145,10 +141,13 @@ class Endpoint:
         raise RequestError(401, "wrong API key: `run` may ask for the argument api_key")
 
 
-async def _read_body(request: web.Request) -> dict[str, Any]:
-    """The JSON object of a request. RequestError if it has none, or is too large."""
+async def _read_chat(
+    request: web.Request, dialect: Dialect, params: SamplingParams
+) -> tuple[ChatRequest, bool]:
+    """(what a request asks for, whether as a stream). RequestError if rl2 cannot do it."""
     try:
-        return parse_body(await request.read())
+        body = parse_body(await request.read())
+        return dialect.read(body, params), bool(body.get("stream"))
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(413, f"a request may have {MAX_BODY_BYTES} bytes") from error
     except MALFORMED as error:

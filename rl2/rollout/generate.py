@@ -10,7 +10,6 @@
 
 import asyncio
 import math
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -31,8 +30,8 @@ class Reply:
     token_ids: list[int]
     """with the stop token"""
     logprobs: list[float]
-    """of each token in softmax(logits / temperature); of a trained reply among the tokens that
-    top_p and top_k leave, where the engine can tell these"""
+    """of each token in softmax(logits / temperature), among the tokens that top_p and top_k leave,
+    where the engine can tell these"""
     finish_reason: str
     """stop, or length if a limit of tokens cut it"""
     prompt_ids: list[int]
@@ -55,52 +54,28 @@ def make_generate(
         tools: list[dict[str, Any]] | None = None,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        trained: bool = True,
     ) -> Reply:
         """Samples a reply to messages, which the chat template renders, or to token ids.
 
         A prompt that goes on from an earlier one and its reply continues that sequence of tokens;
         any other begins a new one. `tools` are shown by the template. The run's own sampling
-        parameters hold where none are given, and its `max_new_tokens` is the most. Only a reply
-        that is not `trained` may have another temperature, top_p or top_k.
+        parameters hold. Its `max_new_tokens` is the most, and `stop` chooses among its own.
 
         ValueError says what is wrong with the arguments, or which limit of rl2 is met.
         """
-        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        params = _read_params(session.params, options, stop, trained)
+        params = session.params
+        if stop is not None:
+            params = replace(params, stop=read_stop(stop, params))
         if max_new_tokens is not None:
             most = min(params.max_new_tokens, max_new_tokens)
             params = replace(params, max_new_tokens=most)
         if isinstance(prompt, str):
             raise ValueError(f"prompt={prompt!r:.80}, expected messages or token ids, not a text")
         own = deepcopy(list(prompt))  # the caller may change its own objects meanwhile
-        coroutine = _generate(session, own, deepcopy(tools), params, trained)
+        coroutine = _generate(session, own, deepcopy(tools), params)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
     return generate
-
-
-def _read_params(
-    own: SamplingParams,
-    options: dict[str, Any],
-    stop: str | Sequence[str] | None,
-    trained: bool,
-) -> SamplingParams:
-    """Returns the parameters of one reply. `own` are those of the run, with which it trains."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if trained and value != getattr(own, name):
-            raise ValueError(
-                f"{name}={value}: the run trains what it samples with {name}={getattr(own, name)}; "
-                "for a reply that is not trained, add trained=False"
-            )
-    params = replace(own, **given)
-    if stop is not None:
-        params = replace(params, stop=read_stop(stop, own))
-    return params if trained else replace(params, with_candidates=False)
 
 
 async def _generate(
@@ -108,7 +83,6 @@ async def _generate(
     prompt: list[Any],
     tools: list[dict[str, Any]] | None,
     params: SamplingParams,
-    trained: bool,
 ) -> Reply:
     """Samples a reply, on the loop of the engine."""
     session.check_may_ask()
@@ -122,17 +96,13 @@ async def _generate(
         if tools:
             raise ValueError("tools: the chat template shows them to messages, not to token ids")
     params = session.limit(conversation, params)
-    with session.ending_at_failure():
-        await session.sample(base, conversation, params)
+    await session.sample(base, conversation, params)
     assert conversation.last_turn is not None
     sample, num_sampled = conversation.samples[-1], conversation.num_sampled
-    token_ids, logprobs = sample.tokens[-num_sampled:], sample.logps[-num_sampled:]
-    if not trained:
-        sample.mask[-num_sampled:] = array("b", [0]) * num_sampled
     reply = Reply(
         text=conversation.messages[-1]["content"],
-        token_ids=list(token_ids),
-        logprobs=list(logprobs),
+        token_ids=list(sample.tokens[-num_sampled:]),
+        logprobs=list(sample.logps[-num_sampled:]),
         finish_reason=conversation.last_turn["finish_reason"],
         prompt_ids=list(sample.tokens[:-num_sampled]),
     )

@@ -17,7 +17,7 @@ from rl2.rollout.dialects.form import (
 )
 
 LIMITS = ("max_tokens", "max_completion_tokens")
-USED = ("model", "messages", "tools", "stop", "stream", *LIMITS)
+USED = ("model", "messages", "tools", "stop", "stream", "stream_options", *LIMITS)
 MESSAGE_FIELDS = ("role", "name", "tool_call_id", "content", "tool_calls")
 
 write_error = openai_error

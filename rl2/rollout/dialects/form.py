@@ -18,20 +18,6 @@ from rl2.env.results import MAX_NESTING, check_nesting
 MODEL = "rl2"  # the name of the policy
 # Of a request whose fields have other types than the protocol says, and of the chat template.
 MALFORMED = (EnvError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-# Fields that change nothing in what is sampled, and need no warning.
-WITHOUT_EFFECT = frozenset(
-    {
-        "include",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "user",
-    }
-)
 # Fields that would give the answer another form, and the one value that they may have.
 FIXED: dict[str, Any] = {
     "n": 1,
@@ -121,13 +107,13 @@ def check_fields(body: dict[str, Any], used: Collection[str], params: SamplingPa
     """
     if body.get("model") != MODEL:
         raise RequestError(404, f"model={body.get('model')!r}: there is {MODEL!r} only")
-    for name in body.keys() - {*used} - WITHOUT_EFFECT:
+    for name in body.keys() - {*used}:
         value = body[name]
         if value in (None, "auto", FIXED.get(name, getattr(params, name, None))):
             continue
         if name in FIXED:
             raise ValueError(f"{name}={value!r}: only {FIXED[name]!r} is supported")
-        text = f"{name} of agents is ignored: the run's own sampling parameters hold"
+        text = f"{name} of agents is ignored: the run's own settings hold"
         warnings.warn(text, stacklevel=1)  # Python shows a text once
 
 
