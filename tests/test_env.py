@@ -9,10 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from common import pack_rows
 from env_helpers import ENVS, env_of
 from env_helpers import load_text as load
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl2.data.formats import read_ppo_row
 from rl2.env import load as env_load
@@ -67,33 +70,31 @@ def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages()
     assert score(env_of(reward_fn)) == {"reward": 1.0}
 
 
-@pytest.mark.parametrize(
-    "value, parts",
-    [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})],
-)
-def test_reward_types(value, parts):
-    result = score(env_of(lambda messages: value))
-    assert result == parts and all(type(part) is float for part in result.values())
+NUMBERS = st.booleans() | st.integers(-(2**64), 2**64) | st.floats(-3e38, 3e38)
+NUMBERS |= st.floats(-6e4, 6e4, width=16).map(np.float16) | NUMBERS.map(np.array)
+WRONG = st.none() | st.text() | st.lists(NUMBERS, min_size=1).map(np.array)
+WRONG |= st.sampled_from([float("nan"), np.float32("inf"), -(10**400), 1e39, np.array(np.nan), 1j])
 
 
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        (None, "expected reward to be a number, got None"),
-        ([1.0], "expected the number of one conversation, not a list"),
-        ("1", "expected reward to be a number, got '1' .str"),
-        (float("nan"), "expected reward to be finite, got nan"),
-        (float("-inf"), "expected reward to be finite, got -inf"),
-        (10**400, "expected reward to be finite"),
-        ({}, "expected a number or a dict of numbers"),
-        ({1: 1.0}, "expected a number or a dict of numbers"),
-        ({"a": 1.0, "b": None}, "expected b to be a number, got None"),
-        ({"a": float("inf")}, "expected a to be finite"),
-    ],
-)
-def test_bad_reward_is_an_env_error(value, message):
-    with pytest.raises(EnvError, match=message):
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(), NUMBERS, min_size=1) | NUMBERS)
+def test_rewards_are_finite_numbers(value):
+    parts = score(env_of(lambda messages: value))
+    expected = value if isinstance(value, dict) else {"reward": value}
+    assert parts == {name: float(number) for name, number in expected.items()}
+    assert all(type(part) is float for part in parts.values())
+
+
+@settings(deadline=None, max_examples=50)
+@given(WRONG | st.lists(NUMBERS) | st.dictionaries(st.text(), WRONG))
+def test_other_rewards_are_an_env_error(value):
+    with pytest.raises(EnvError, match="reward_fn: expected"):
         score(env_of(lambda messages: value))
+
+
+def test_names_of_reward_parts_are_texts():
+    with pytest.raises(EnvError, match="expected a number or a dict of numbers"):
+        score(env_of(lambda messages: {1: 1.0}))
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])

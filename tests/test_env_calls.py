@@ -208,12 +208,6 @@ def test_scalars_of_numpy_and_pytorch_are_numbers(value):
     json.dumps(message)
 
 
-@pytest.mark.parametrize("value", [numpy.array([0.5]), torch.zeros(2), numpy.float32("nan"), "1"])
-def test_arrays_are_no_rewards(value):
-    with pytest.raises(EnvError, match="expected reward to be"):
-        call(env_of(lambda messages: value))
-
-
 @pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False), (100_000, False)])
 def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepted):
     answer = [{"role": "tool", "content": "x", "value": nest(depth)}]

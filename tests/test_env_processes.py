@@ -384,18 +384,6 @@ def test_arguments_that_no_process_can_get_cost_their_call(load):
     assert call(env, value=2) == {"reward": 2.0}
 
 
-def test_a_call_that_nobody_waits_for_is_not_the_answer_of_the_next(load):
-    env = load("def reward_fn(messages, value): import time; time.sleep(0.2); return value")
-
-    async def cancel():
-        task = asyncio.create_task(env.score(MESSAGES, {"value": 1}))
-        await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(cancel())
-    assert call(env, value=2) == {"reward": 2.0}
-
-
 def test_a_hanging_process_does_not_delay_those_that_are_free(load):
     """Calls of a new trajectory go to any process that is free."""
     env = load(STATEFUL, timeout=1, concurrency=2)
