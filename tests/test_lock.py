@@ -1,6 +1,7 @@
 """Tests of the lock of a run folder: one run at a time has it, and a run that is gone loses it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_a_live_run_keeps_its_folder_and_a_dead_one_does_not(tmp_path):
         with pytest.raises(ValueError, match=f"in use by another run .process {holder.pid}") as got:
             RunLock(tmp_path).acquire()
         message = str(got.value)
-        assert ", since 20" in message and f"kill {holder.pid}" in message
+        assert ", since 20" in message
         assert "trainer.experiment_name=NAME" in message and str(tmp_path) in message
         assert look_at_lock(tmp_path) == "held"
     holder.kill()
@@ -71,7 +72,9 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
     owner = {"pid": 4711, "host": "node7", "since": "2026-01-01 00:00:00"}
     lock.path.write_text(json.dumps(owner))
     lock.path.with_name("held").touch()
-    assert look_at_lock(tmp_path) == "unknown"
+    assert look_at_lock(tmp_path) == "held"
+    os.utime(lock.path, (0, 0))
+    assert look_at_lock(tmp_path) == "abandoned"
     other = RunLock(tmp_path)
     beat = threading.Thread(target=other._beat)
     beat.start()

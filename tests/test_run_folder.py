@@ -411,36 +411,20 @@ def test_folders_that_a_user_names_are_no_checkpoints(tmp_path):
     assert Checkpoints(tmp_path).steps() == [2]
 
 
-def become_attempt(monkeypatch, launch, attempt):
-    """The variables of torchrun without --standalone: every launch has the same id."""
-    logs = f"/tmp/torchelastic_{launch}/none_{launch}/attempt_{attempt}/0/error.json"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", logs)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    monkeypatch.setattr("rl2.run.signals.report_error", lambda text: print(text))
-
-
-def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeypatch):
-    """Whatever trainer.resume says: off would begin again with every restart."""
-    become_attempt(monkeypatch, "earlier", 1)
-    train("trainer.max_steps=2")
-    run = tmp_path / "runs/default"
-    # The first attempt of this launch died before it began.
-    become_attempt(monkeypatch, "this", 1)
-    _, output = train("trainer.resume=off", "trainer.max_steps=2")
-    assert "runs/default/branches/1" in output, "this launch had not begun yet"
-    become_attempt(monkeypatch, "this", 2)
-    _, output = train("trainer.resume=off", "trainer.max_steps=4")
-    assert "2 of 4 steps are done" in output and steps(run) == [1, 2, 3, 4]
+def test_a_restart_by_torchrun_does_not_begin_again(train, run, monkeypatch):
+    """trainer.resume=off would do so with every restart."""
+    before = contents(run)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    status, output = train("trainer.resume=off")
+    assert status == 1 and "trainer.resume=off: torchrun has restarted" in output
+    assert contents(run) == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    status, _ = train("trainer.max_steps=5")
     starts = json.loads((run / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 2]
+    assert status == 0 and [start["step"] for start in starts] == [0, 4]
     last = starts[-1]
-    assert last["command"][-2:] == ["trainer.resume=off", "trainer.max_steps=4"]
-    assert last["world_size"] == 1
+    assert last["command"][-1] == "trainer.max_steps=5" and last["world_size"] == 1
     assert last["versions"]["torch"] == torch.__version__ and last["seed"] == 0
-    become_attempt(monkeypatch, "next", 0)
-    _, output = train("trainer.resume=off", "trainer.max_steps=1")
-    assert "runs/default/branches/2" in output and steps(run) == [1]
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     assert (last["commit"] or "").startswith(head)

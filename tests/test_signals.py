@@ -74,7 +74,7 @@ def test_a_stop_is_asked_for_although_nobody_reads_stderr():
     os.close(reader)
     stderr = os.dup(2)
     os.dup2(writer, 2)
-    stop_signal = StopSignal(torch.device("cpu"), lambda: None)
+    stop_signal = StopSignal(torch.device("cpu"))
     try:
         stop_signal.handle(signal.SIGINT, None)
     finally:

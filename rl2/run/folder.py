@@ -26,15 +26,9 @@ from rl2.run.best import Best, start_best
 from rl2.run.changes import LENGTH, identify
 from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of, sweep
 from rl2.run.lock import RunLock
-from rl2.run.provenance import (
-    describe_commit,
-    describe_cpu,
-    hash_package,
-    name_launch,
-    versions,
-)
+from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
 from rl2.run.records import MetricsFile, write_object, write_text
-from rl2.run.start import BEST_MODEL, Start, find_start, read_record, was_restarted_by_torchrun
+from rl2.run.start import BEST_MODEL, Start, find_start, read_record
 from rl2.run.weights_hash import hash_states
 
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
@@ -73,7 +67,7 @@ class RunFolder:
         self.is_first = is_first_rank()
         self.lock = RunLock(self.path)
         self.start = self._take()
-        self.launches = self._compare_ranks()
+        self._compare_ranks()
         self.best = start_best(config, self.start.best)
         if self.best and self.best.step not in (0, self.start.step, self.start.best_model_step):
             # The run returns to an old checkpoint, and a later best one has replaced best_model/.
@@ -84,12 +78,11 @@ class RunFolder:
         start, problem = Start(), ""
         try:
             if self.is_first:
-                is_restarted = self.path.is_dir() and was_restarted_by_torchrun(self.path)
                 self._lock()
                 sweep(self.path, "model")
                 sweep(self.path, BEST_MODEL)
                 sweep(self.checkpoints.folder, "step_")
-                start = find_start(self.config, self.identity, is_restarted)
+                start = find_start(self.config, self.identity)
         except (OSError, RuntimeError, ValueError) as error:
             problem = str(error)
         start, problem = broadcast_object((start, problem))
@@ -106,18 +99,18 @@ class RunFolder:
                 f"trainer.save_dir={self.path} cannot be written: {reason}; choose another folder"
             ) from error
 
-    def _compare_ranks(self) -> list[str]:
-        """Returns the launches of torchrun on all machines. ValueError names ranks that differ."""
+    def _compare_ranks(self) -> None:
+        """ValueError names the ranks that differ from the first one."""
         text = broadcast_object(self.lock.text)
         facts = {f"{key}={value}": "" for key, value in self.identity.config.items()}
         facts |= {f"the content of {key}": x for key, x in self.identity.contents.items()}
         facts |= {"the code of rl2": hash_package()} | versions()
         sees_folder = self.is_first or _sees(self.lock.path, text)
         unseen = "" if sees_folder else str(self.path.absolute())
-        ranks = all_gather_objects((socket.gethostname(), name_launch(), facts, unseen))
-        first_host, _, first_facts, _ = ranks[0]
+        ranks = all_gather_objects((socket.gethostname(), facts, unseen))
+        first_host, first_facts, _ = ranks[0]
         problems = []
-        for number, (host, _, other_facts, unseen) in enumerate(ranks):
+        for number, (host, other_facts, unseen) in enumerate(ranks):
             if unseen:
                 problems.append(
                     f"rank {number} on {host} does not see {unseen} of rank 0 on {first_host}: all "
@@ -130,8 +123,6 @@ class RunFolder:
                     problems.append(f"{place} in {key}")
         if problems:
             raise ValueError("\n".join(problems))
-        # All machines count, since another one may have the first rank after a restart.
-        return sorted({launch for _, launch, _, _ in ranks})
 
     # The length of the run.
 
@@ -236,7 +227,6 @@ class RunFolder:
             "cpu": describe_cpu(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "folder": os.getcwd(),
-            "launches": self.launches,
         }
         record = read_record(self.path) if self.start.is_own else {}
         if not (self.path / BEST_MODEL).exists():  # it was set aside

@@ -11,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import psutil
+
 from rl2 import cleanup
 
 # Whether a run has a folder: no lock, as in a copy; a run has it now; the last run let it go; the
-# last run is gone and did not, as it was killed; the lock is of another machine.
-Holding = Literal["never", "held", "released", "abandoned", "unknown"]
+# last run is gone and did not, as it was killed.
+Holding = Literal["never", "held", "released", "abandoned"]
 
 BEAT_SECONDS = 2.0  # between two touches of owner.json by the run that has the folder
 WATCH_SECONDS = 20.0  # an owner on another machine that does not touch it for so long is gone
@@ -59,7 +61,8 @@ class RunLock:
                 "run out of this folder"
             )
         owner = _read_owner(self.path)
-        if is_in_use or (owner and not _is_here(owner) and self._is_touched(owner)):
+        is_elsewhere = bool(owner) and owner["host"] != socket.gethostname()
+        if is_in_use or (is_elsewhere and self._is_touched(owner)):
             self.held.close()
             raise ValueError(self._explain(owner))
         self.path.write_text(self.text)
@@ -101,14 +104,13 @@ class RunLock:
             self.path.write_text("{}")
 
     def _explain(self, owner: dict[str, Any]) -> str:
-        name, stop = "a process that has just started", "stop that run"
+        name = "a process that has just started"
         if owner:
             name = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-            stop += f" (kill {owner['pid']})"
         return (
             f"trainer.save_dir={self.run_folder} is in use by another run ({name}): give this run "
-            f"a folder of its own, trainer.experiment_name=NAME or trainer.save_dir=FOLDER, or "
-            f"{stop}"
+            "a folder of its own, trainer.experiment_name=NAME or trainer.save_dir=FOLDER, or kill "
+            "that process"
         )
 
 
@@ -121,23 +123,15 @@ def _read_owner(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _is_here(owner: dict[str, Any]) -> bool:
-    return bool(owner["host"] == socket.gethostname())
-
-
 def look_at_lock(run_folder: Path) -> Holding:
-    """Returns who has the folder. The process of the run itself must not ask."""
+    """Returns who has the folder."""
     path = RunLock(run_folder).path
     if not path.exists():
         return "never"
-    try:
-        with open(path.with_name("held")) as held:
-            fcntl.lockf(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "held"
-    except OSError:
-        return "unknown"
     owner = _read_owner(path)
     if not owner:
         return "released"
-    return "abandoned" if _is_here(owner) else "unknown"
+    is_alive = time.time() - path.stat().st_mtime < WATCH_SECONDS
+    if owner["host"] == socket.gethostname():
+        is_alive = psutil.pid_exists(owner["pid"])
+    return "held" if is_alive else "abandoned"

@@ -1,8 +1,7 @@
-"""What the numbers of a launch depend on: its packages, its code, its machine and torchrun."""
+"""What the numbers of a launch depend on: its packages, its code and its machine."""
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import re
 import subprocess
@@ -56,11 +55,3 @@ def hash_package() -> str:
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def name_launch() -> str:
-    """Names this launch of torchrun on this node, the same after restarts; "" without torchrun.
-
-    torchrun makes a folder for the logs of a launch, with one for each attempt in it.
-    """
-    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0]

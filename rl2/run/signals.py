@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -44,9 +44,8 @@ class StopSignal:
     It does so once it listens. `nohup` has SIGHUP ignored, which stays so.
     """
 
-    def __init__(self, device: torch.device, newest_checkpoint: Callable[[], Path | None]):
+    def __init__(self, device: torch.device):
         self.device = device
-        self.newest_checkpoint = newest_checkpoint
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
 
@@ -65,13 +64,12 @@ class StopSignal:
             os._exit(128 + number)
         if self.requested_at is None:
             self.request()
-            limit = "A second signal ends the run at once"
-            if _is_under_torchrun():  # which forwards the signals
-                limit += ", and torchrun kills it 30 s after the last one"
-            plan = "stopping: this step will be finished and saved"
-            _print_once_a_node(f"{plan}. {limit}; then {self._describe_loss()}.")
+            _print_once_a_node(
+                "stopping: this step will be finished and saved. A second signal ends the run at "
+                "once, and torchrun kills it after 30 s: then the same command resumes from the "
+                "newest checkpoint."
+            )
         elif self.is_repeated():
-            _print_once_a_node(f"ended at once; {self._describe_loss()}.")
             os._exit(128 + number)
 
     def request(self) -> None:
@@ -86,13 +84,6 @@ class StopSignal:
     def is_requested_anywhere(self) -> bool:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, self.device)
-
-    def _describe_loss(self) -> str:
-        """Where the run goes on if it ends without a checkpoint of this step."""
-        newest = self.newest_checkpoint()
-        if newest is None:
-            return "there is no checkpoint: the same command starts over at step 0"
-        return f"the same command resumes from {newest}"
 
 
 class BorrowedSignals:
@@ -139,16 +130,12 @@ class BorrowedSignals:
 _borrowed: BorrowedSignals | None = None  # None: the process is the run's own
 
 
-def _is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def end_with_launcher() -> None:
     """Makes the kernel kill this rank when torchrun ends; without torchrun nothing happens.
 
     A rank in a C function that keeps Python's lock notices nothing itself.
     """
-    if not _is_under_torchrun() or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Where a run starts: at step 0, or after a checkpoint of its folder or of another run."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -9,7 +10,6 @@ from rl2.config.schema import dump
 from rl2.config.values import flatten
 from rl2.run.changes import DATA, Changes, RunIdentity, find_changes
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage
-from rl2.run.provenance import name_launch
 from rl2.run.records import DamagedFile, MetricsFile, read_object
 
 BEST_MODEL = "best_model"  # in the run folder: the model of the best evaluation
@@ -42,18 +42,23 @@ class Start:
     """per worker: the updates that the steps so far were laid out for"""
 
 
-def find_start(config: Any, identity: RunIdentity, is_restarted: bool) -> Start:
+def find_start(config: Any, identity: RunIdentity) -> Start:
     """Finds where the run starts, and prints what has changed since its checkpoint.
 
-    `is_restarted`: torchrun has started it again. ValueError if the folder is of another
-    experiment, or trainer.resume names no checkpoint; RuntimeError if a file is damaged.
+    ValueError if the folder is of another experiment, or trainer.resume names no checkpoint;
+    RuntimeError if a file is damaged.
     """
     path = Path(config.trainer.save_dir)
     today = date.today().isoformat()
     newest = Checkpoints(path / "checkpoints").newest()
-    if config.trainer.resume == "off" and not (newest and is_restarted):
+    if config.trainer.resume == "off":
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            raise ValueError(
+                "trainer.resume=off: torchrun has restarted the run, which would begin again; "
+                "start the command without this key to resume"
+            )
         return Start(date=today)
-    checkpoint = newest if newest and is_restarted else _choose_checkpoint(config, newest)
+    checkpoint = _choose_checkpoint(config, newest)
     if checkpoint is None and not _has_a_run(path):
         return Start(date=read_record(path).get("date") or today)
     folder = checkpoint or path
@@ -86,13 +91,6 @@ def find_start(config: Any, identity: RunIdentity, is_restarted: bool) -> Start:
         best_model_step=best_model.get("step", NO_STEP),
         updates=record.get("updates", {}),
     )
-
-
-def was_restarted_by_torchrun(path: Path) -> bool:
-    """Returns whether this launch of torchrun has begun in the folder already."""
-    launch = name_launch()
-    starts = read_record(path).get("starts", []) if launch else []
-    return bool(starts) and launch in starts[-1].get("launches", [])
 
 
 def _choose_checkpoint(config: Any, newest: Path | None) -> Path | None:

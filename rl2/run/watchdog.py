@@ -1,7 +1,8 @@
-"""Says when no rank makes progress, which rank is silent, and where each one is.
+"""Says when no rank makes progress, and where each one is.
 
 A thread on each rank reads the marks of rl2/progress.py, and tells the other ranks through the
 process group's store. It uses no collective, so it works while the main thread is blocked in one.
+A rank that prints nothing is stopped or lost.
 """
 
 import faulthandler
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2 import progress
 
-LONGEST_INTERVAL_SECONDS = 0.5  # between two signs of a rank
+LONGEST_INTERVAL_SECONDS = 0.5  # between two looks
 STDERR = 2  # its file descriptor
 STORE_TIMEOUT = timedelta(seconds=10)
 # Who reads or writes that many bytes makes progress: models are read, and checkpoints written, by
@@ -38,14 +39,10 @@ class Watchdog:
     def __init__(self, limit: float):
         self.limit = limit
         self.interval = min(LONGEST_INTERVAL_SECONDS, limit / 10)
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.process = f"(host {socket.gethostname()}, pid {os.getpid()})"
         self.store: Any = None  # a client of this thread's own
-        self.signs: list[int] = []  # of each rank, while nothing moves; [] before that is noticed
         self.newest_work = (0, 0)
         self.num_moves = 0  # intervals in which a rank made progress, summed over the ranks
-        self.looked_at = self.progress_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self.alarm_after = limit  # seconds without progress
         self.is_ended = threading.Event()
         self.watched = threading.get_ident()  # the thread that trains, usually the main one
@@ -76,61 +73,33 @@ class Watchdog:
                 return
 
     def _look(self, now: float) -> None:
-        """Gives a sign to the other ranks, and prints if no rank has made progress."""
+        """Prints the stack of this rank if no rank has made progress."""
         work = (progress.num_marks, _io_bytes() // IO_BYTES)
-        was_stopped = now - self.looked_at > self.limit / 2
-        has_moved = work != self.newest_work or progress.is_expecting() or was_stopped
-        self.newest_work, self.looked_at = work, now
+        has_moved = work != self.newest_work or progress.is_expecting()
+        self.newest_work = work
         frame = sys._current_frames()[self.watched]
-        num_moves = self.num_moves + has_moved
-        if self.world_size > 1:
-            if self.store is None:
-                self.store = _connect()
-                if self.store is None:  # until then a rank may rightly wait for a slow one
-                    self.progress_at = now
-                    return
-                self.store.set(f"process/{self.rank}", self.process)
-            self.store.add(f"signs/{self.rank}", 1)
-            num_moves = self.store.add("moves", int(has_moved))
+        num_moves = self._count_moves(has_moved)
         silent = now - self.progress_at
-        if silent >= self.limit / 2 and not self.signs:
-            self.signs = self._count_signs()
         if num_moves != self.num_moves:
-            if self.alarm_after > self.limit and self.rank == 0:
-                print(f"watchdog: the run moves again after {silent:.0f} s")
             self.num_moves, self.progress_at, self.alarm_after = num_moves, now, self.limit
-            self.signs.clear()
         elif silent >= self.alarm_after:
             self.alarm_after *= 2
-            lines = [f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})"]
-            lines += self._describe_silent_ranks()
-            lines.append(
-                f"rank {self.rank} {self.process} is in phase {progress.phase}; its main thread:"
+            text = (
+                f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})\n"
+                f"rank {os.environ.get('RANK', '0')} (host {socket.gethostname()}, pid "
+                f"{os.getpid()}) is in phase {progress.phase}; its main thread:\n"
             )
-            print("\n".join([*lines, *traceback.format_stack(frame)]), file=sys.stderr)
+            print(text + "".join(traceback.format_stack(frame)), file=sys.stderr)
 
-    def _describe_silent_ranks(self) -> list[str]:
-        """A line for each rank without a sign of life, on the first rank that gives one."""
-        before, self.signs = self.signs, self._count_signs()
-        silent = [rank for rank, count in enumerate(self.signs) if count == before[rank]]
-        if any(rank not in silent for rank in range(self.rank)):
-            return []
-        lines = []
-        for rank in silent:
-            key = f"process/{rank}"
-            process = self.store.get(key).decode() if self.store.check([key]) else ""
-            lines.append(
-                f"  rank {rank} {process} gives no sign of life: it is stopped, lost, or in a C "
-                "function that keeps Python's lock (in an env file: use "
-                "rollout.env_isolation=process)"
-            )
-        return lines
-
-    def _count_signs(self) -> list[int]:
-        """How many signs each rank has given; of a lone process there are none."""
-        if self.world_size == 1:
-            return []
-        return [self.store.add(f"signs/{rank}", 0) for rank in range(self.world_size)]
+    def _count_moves(self, has_moved: bool) -> int:
+        """Returns in how many intervals a rank has made progress, with this one."""
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return self.num_moves + has_moved
+        if self.store is None:
+            self.store = _connect()
+        if self.store is None:  # until there is one, a rank may rightly wait for a slow one
+            return self.num_moves + 1
+        return int(self.store.add("moves", int(has_moved)))
 
 
 def _connect() -> dist.Store | None:

@@ -310,7 +310,7 @@ class SamplerRun:
         assert setup.prompts is not None and setup.link is not None
         self.envs = setup.envs
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
-        self.stop_signal = StopSignal(setup.device, setup.folder.checkpoints.newest)
+        self.stop_signal = StopSignal(setup.device)
         collector, evaluator = self.sampling.collector, self.sampling.evaluator
         self.serving = Serving(setup.link, collector, evaluator, self._listen)
 

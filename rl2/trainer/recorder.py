@@ -5,7 +5,6 @@ All processes make the same calls; the first one writes.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +69,7 @@ class Recorder:
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
-        self.stop_signal = StopSignal(device, self._newest_checkpoint)
+        self.stop_signal = StopSignal(device)
         self.is_stopping = False  # after this step, as a signal asks
         self.lacks_test = False  # this step, which the launch that resumes makes up for
         self.watchers = [
@@ -95,10 +94,6 @@ class Recorder:
         if self._is_best(step) and start.best_model_step != step:
             self._export_best(step)  # it was left out, or a kill came before it
         self.stop_signal.listen()
-
-    def _newest_checkpoint(self) -> Path | None:
-        """Returns what the same command would resume from if it started now."""
-        return self.folder.checkpoints.newest() or self.folder.start.checkpoint
 
     def remaining_steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are not done yet; the first step is 1."""
