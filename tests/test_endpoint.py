@@ -171,17 +171,6 @@ def test_other_messages_begin_a_new_sequence(tmp_path):
     assert trajectory.num_turns == 6 and trajectory.length == 12
 
 
-def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
-    collector, prompts, player = make_agent(tmp_path, ["4", "5"], TWO_TURNS)
-    player.template.tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ m.content if m.role == 'user' or loop.last else '' }}{{ '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    assert [trained_text(player, sample)[0] for sample in trajectory.samples] == ["4", "5"]
-
-
 def test_two_requests_at_once(tmp_path):
     """Of two that extend a conversation, one continues its sequence; no turn is trained twice."""
     env = """

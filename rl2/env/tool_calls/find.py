@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl2.env.tool_calls.call import ToolCall
-from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, skip_space
+from rl2.env.tool_calls.call import JSON_START, ToolCall, read_json_calls, skip_space
 from rl2.env.tool_calls.python_calls import read_python_calls
 from rl2.env.tool_calls.syntaxes import Syntax
 

@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rl2.env.tool_calls.call import DECODER, ToolCall, argument_schemas, to_call, to_typed
-from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, skip_space
+from rl2.env.tool_calls.call import (
+    DECODER,
+    JSON_START,
+    ToolCall,
+    argument_schemas,
+    read_json_calls,
+    skip_space,
+    to_call,
+    to_typed,
+)
 from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
 
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
