@@ -77,9 +77,8 @@ def find_broken(config: Any) -> Iterator[Row]:
     resume = trainer.resume
     if resume not in ("auto", "off", "force") and not is_folder(resume.removeprefix("force:")):
         yield "trainer.resume", "is no folder: choose auto, off, force or a checkpoint"
-    for service in ("tensorboard", "trackio"):  # a run goes on without wandb
-        if service in trainer.loggers and not installed_version(service):
-            yield "trainer.loggers", f"needs the package {service}: pip install {service}"
+    if "tensorboard" in trainer.loggers and not installed_version("tensorboard"):
+        yield "trainer.loggers", "needs the package tensorboard: pip install tensorboard"
     best = trainer.save_best is not None
     if best and not (data.has_test_rows and trainer.test_freq):
         yield (

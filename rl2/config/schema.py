@@ -566,14 +566,14 @@ class DPOLossConfig:
 class TrainerConfig:
     eval_only = False  # a key of PPO alone
 
-    project: str = key("rl2", "project in wandb and trackio")
+    project: str = key("rl2", "project in wandb")
     experiment_name: str = key("default", "name of the run")
     n_epochs: PositiveInt = key(1, "passes over the training rows")
     max_steps: PositiveInt | None = key(None, "stop after this many steps at the latest")
     loggers: list[str] = key(
         [],
         "services that receive config and metrics, beside metrics.jsonl",
-        choices=("wandb", "tensorboard", "trackio"),
+        choices=("wandb", "tensorboard"),
     )
     disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
     deterministic: bool | None = key(

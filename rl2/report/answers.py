@@ -1,17 +1,12 @@
-"""The prompts and answers of transcripts, without what repeats itself, and their scores.
+"""The prompts and answers of transcripts, without what repeats itself.
 
 A prompt is there once for all its answers, and equal answers once with their count.
 """
 
 import json
-import math
-from collections import defaultdict
 from itertools import takewhile
-from pathlib import Path
-from statistics import fmean
 
-from rl2.report.saved import MAX_CHARACTERS, Record, cut, read_lines, spread
-from rl2.run.success import score_of
+from rl2.report.saved import MAX_CHARACTERS, Record, cut, spread
 
 MAX_ANSWERS = 16  # of a group: different ones
 # What the page shows of an answer, beside its messages.
@@ -60,47 +55,3 @@ def _describe_answers(records: list[Record], start: int) -> list[Record]:
         seen = different.setdefault(json.dumps(answer, sort_keys=True), {**answer, "count": 0})
         seen["count"] += 1
     return spread(list(different.values()), MAX_ANSWERS)
-
-
-def describe_changes(first: Path, last: Path, part: str | None) -> str:
-    """Says how the scores of the same questions changed between two files of transcripts.
-
-    `part` is rollout.score.
-    """
-    old, new = (score_questions(read_questions(path), part) for path in (first, last))
-    changes = [new[question] - old[question] for question in old if question in new]
-    num_same = sum(math.isclose(change, 0, abs_tol=1e-9) for change in changes)
-    num_better = sum(change > 1e-9 for change in changes)
-    noun = "question" if len(changes) == 1 else "questions"
-    return (
-        f"Of {len(changes):,} {noun} of {first.parent.name}, by the mean {part or 'reward'} "
-        f"{num_better:,} were answered better at step {last.stem.removeprefix('step_')} than at "
-        f"step {first.stem.removeprefix('step_')}, {len(changes) - num_better - num_same:,} worse "
-        f"and {num_same:,} the same."
-    )
-
-
-def read_questions(path: Path) -> dict[str, list[Record]]:
-    """Returns the answers to each question, a text of its prompt and row."""
-    questions: dict[str, list[Record]] = defaultdict(list)
-    for record in read_lines(path)[0]:
-        question = [prompt_of(record), record.get("row")]
-        questions[json.dumps(question, sort_keys=True, default=str)].append(record)
-    return questions
-
-
-def score_questions(questions: dict[str, list[Record]], part: str | None) -> dict[str, float]:
-    """Returns the mean score of the answers to each question. `part` is rollout.score.
-
-    Answers on which the environment failed do not count, nor do questions that have no other.
-    """
-    scores = {}
-    for question, records in questions.items():
-        counted = [record for record in records if record.get("finish_reason") != "failed"]
-        if counted:
-            scores[question] = fmean(_score_record(record, part) for record in counted)
-    return scores
-
-
-def _score_record(record: Record, part: str | None) -> float:
-    return score_of(record.get("rewards") or {}, reward_of(record), part) or 0.0

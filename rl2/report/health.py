@@ -192,9 +192,6 @@ def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
                 limit = f"{worker}.skip_threshold={section.skip_threshold:g}"
                 cause = f"the mean probability ratio of {updates} was above {limit}"
             remedy = f"If this continues, lower {worker}.lr={section.lr:g}"
-            own = getattr(section, "loss", "")
-            if ".py:" in own:
-                remedy += f", or look in {worker}.loss={own} for what may give NaN or inf"
             reason = f"{cause}, so they moved no weight. {remedy}"
             problems.append(Problem(f"skipped updates of the {worker}", reason))
     return problems
@@ -268,10 +265,7 @@ def _find_lack_of_training(metrics: Metrics, config: Any, num_groups: float) -> 
         yield Problem("taught nothing", reason)
     elif metrics["actor/skipped"] < 1 and metrics["rollout/zero_variance"] == 1:
         if learns_from_groups_alone(config):
-            name = "trained only on the KL or entropy term"
-            if ".py:" in config.actor.loss:
-                name = "trained without advantages"
-            yield Problem(name, _equal_rewards(metrics, config))
+            yield Problem("trained without advantages", _equal_rewards(metrics, config))
         elif "critic/lr" in metrics and _rewards_are_equal(metrics):
             yield Problem("earned a constant reward", _equal_rewards(metrics, config))
 

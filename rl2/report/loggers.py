@@ -119,33 +119,9 @@ class TensorBoard:
         self.writer.close()
 
 
-class Trackio:
-    """A run of trackio, on this machine unless its variables (TRACKIO_SPACE_ID) say otherwise."""
-
-    def __init__(self, run: RunInfo):
-        import trackio
-
-        trainer = run.config["trainer"]
-        self.run = trackio.init(
-            project=trainer["project"],
-            name=f"{trainer['experiment_name']}-{run.find_id('trackio')}",
-            config=run.config,
-            resume="allow",
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        # It would rename a metric called step.
-        self.run.log({name: metrics[name] for name in metrics if name != "step"}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
 LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {
     "wandb": start_wandb,
     "tensorboard": TensorBoard,
-    "trackio": Trackio,
 }
 
 

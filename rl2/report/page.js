@@ -199,7 +199,7 @@ function drawTopic(title, names, isOpen) {
 function drawCharts() {
   const open = [...byId("charts").querySelectorAll("details[open]")].map((fold) => fold.dataset.topic);
   const headlines = Object.entries(Object.assign({}, ...RUNS.map((run) => run.headlines)));
-  byId("headlines").replaceChildren(...headlines.map(([metric, label]) => makeFigure(metric, make("b", {}, label), ` ${metric}`)));
+  byId("headlines").replaceChildren(...headlines.map(([metric, label]) => makeFigure(metric, make("b", {}, metric), ` ${label}`)));
   const drawn = headlines.map(([metric]) => metric);
   let names = union(RUNS.map(metricsOf)).filter((name) => !drawn.includes(name) && !/^step$|_stderr$/.test(name));
   byId("charts").replaceChildren();
@@ -232,16 +232,12 @@ function makeTable(className, heads, rows) {
 }
 
 function drawSummary() {
-  for (const run of RUNS) {
-    const [training, ...results] = run.sentences;
-    byId("summary").append(make("p", { className: "lead" }, ...(RUNS.length > 1 ? [nameOf(run), ": "] : []), training));
-    if (RUNS.length === 1) byId("summary").append(make("p", {}, results.join(" ")));
-  }
   byId("title").textContent = document.title = RUNS.map((run) => run.name).join(", ");
-  for (const { folder, steps, num_steps, num_broken } of RUNS) {
-    const sample = steps.length < num_steps ? `, curves of ${format(steps.length)} of ${count(num_steps, "line")}` : "";
-    const broken = num_broken ? `; ${count(num_broken, "line")} could not be read` : "";
-    byId("notes").append(make("li", {}, `${folder} on ${DATA.written}${sample}${broken}`));
+  for (const run of RUNS) {
+    const sample = run.steps.length < run.num_steps ? `, curves of ${format(run.steps.length)} of them` : "";
+    const broken = run.num_broken ? `; ${count(run.num_broken, "line")} could not be read` : "";
+    const text = `${run.folder} on ${DATA.written}, ${count(run.num_steps, "line")} of metrics${sample}${broken}`;
+    byId("notes").append(make("li", {}, nameOf(run), ": ", text));
   }
 }
 
@@ -294,64 +290,35 @@ function chooseRun() {
   chooseSplit();
 }
 
-/** Evaluations begin with the first and the last one side by side. */
 function chooseSplit() {
   const steps = shownSteps();
-  const ends = byId("split").value !== "train" && steps.length > 1 ? [["ends", "the first and the last"]] : [];
-  fillSelect("step", [...ends, ...steps.map(({ step }) => step), ["all", "all of these"]], ends.length ? "ends" : steps.at(-1)?.step);
-  const answers = steps.flatMap(({ groups }) => groups.flatMap((group) => group.answers));
-  fillSelect("part", union(["reward", ...answers.map((answer) => Object.keys(answer.rewards || {}))]));
-  fillSelect("finish", [["", "anything"], ...union(answers.map((answer) => answer.finish_reason || "?"))]);
+  fillSelect("step", [...steps.map(({ step }) => step), ["all", "all of these"]], steps.at(-1)?.step);
   drawAnswers();
 }
 
 const textOf = ({ content }) => (typeof content === "string" ? content : JSON.stringify(content ?? "", null, 1));
 const has = (text, query) => text.toLowerCase().includes(query.toLowerCase());
-const valueOf = (answer, part) => answer.rewards?.[part] ?? (part === "reward" ? answer.reward : undefined);
 const numOf = (answers) => sum(answers.map((answer) => answer.count));
 
-/** The groups of the chosen steps, each with its title. */
-function groupsOf(steps, chosen) {
-  if (chosen === "ends") return compare(steps[0], steps.at(-1));
+/** The groups of the steps, each with its title. */
+function groupsOf(steps) {
   return steps.flatMap(({ step, groups }) => groups.map((group) => ({ ...group, title: `step ${step}, group ${format(group.group)}` })));
 }
 
-/** The questions of two evaluations with the answers of both: the better ones, the worse ones, the same. */
-function compare(first, last) {
-  const keyOf = ({ prompt, row }) => JSON.stringify([prompt, row]);
-  const scoreOf = ({ answers }) => {
-    const counted = answers.filter((answer) => answer.finish_reason !== "failed");
-    return sum(counted.map((answer) => answer.count * (valueOf(answer, shownRun().score || "reward") || 0))) / numOf(counted) || 0;
-  };
-  const before = new Map(first.groups.map((group) => [keyOf(group), group]));
-  const pairs = last.groups.filter((group) => before.has(keyOf(group))).map((group) => {
-    const old = before.get(keyOf(group));
-    const change = scoreOf(group) - scoreOf(old);
-    const sign = Math.abs(change) < 1e-9 ? 0 : Math.sign(change);
-    const mark = ({ answers }, { step }, side) => answers.map((answer) => ({ ...answer, step, side }));
-    const answers = [...mark(old, first, 0), ...mark(group, last, sign)];
-    return { ...group, answers, sign, size: old.size + group.size, title: `${["worse", "the same", "better"][sign + 1]} at step ${last.step}` };
-  });
-  return sorted(pairs, ({ sign }) => [1, 0, 2][sign + 1]);
-}
-
-/** The groups with the answers that the controls select, in their order. */
+/** The groups with answers that have the searched text, in the chosen order. */
 function selectGroups(groups) {
-  const [order, part, finish, query] = ["order", "part", "finish", "text-search"].map((id) => byId(id).value);
-  const sign = { groups: 0, best: 1, worst: -1 }[order];
-  const value = (answer) => sign * valueOf(answer, part);
-  const isSelected = (answer, { prompt }) => (!finish || (answer.finish_reason || "?") === finish) && (!sign || isNumber(valueOf(answer, part)))
-    && (!query || [...prompt, ...answer.messages].some((message) => has(textOf(message), query)));
+  const [order, query] = ["order", "text-search"].map((id) => byId(id).value);
+  const isSelected = (answer, { prompt }) => !query || [...prompt, ...answer.messages].some((message) => has(textOf(message), query));
   const selected = groups.map((group) => ({ ...group, answers: group.answers.filter((answer) => isSelected(answer, group)) })).filter(({ answers }) => answers.length);
-  if (!sign) return selected;
-  const most = ({ answers }) => Math.max(...answers.map(value));
-  return sorted(selected.map((group) => ({ ...group, answers: group.answers.filter((answer) => value(answer) === most(group)) })), most);
+  if (order === "groups") return selected;
+  const sign = order === "best" ? 1 : -1;
+  return sorted(selected, ({ answers }) => Math.max(...answers.map(({ reward }) => sign * (reward || 0))));
 }
 
 function drawAnswers() {
   const chosen = byId("step").value;
-  const steps = shownSteps().filter(({ step }) => ["all", "ends", String(step)].includes(chosen));
-  const groups = selectGroups(groupsOf(steps, chosen));
+  const steps = shownSteps().filter(({ step }) => ["all", String(step)].includes(chosen));
+  const groups = selectGroups(groupsOf(steps));
   let room = numCards;
   const drawn = groups.filter(({ answers }) => (room -= answers.length) > -answers.length);
   byId("groups").replaceChildren(...drawn.map(makeGroup));
@@ -380,12 +347,11 @@ function makePrompt(prompt, { answer, ...columns }) {
   return messages;
 }
 
-/** An answer, with how many are equal to it, in the colour of its advantage or of its change. */
+/** An answer, with how many are equal to it, in the colour of its advantage. */
 function makeCard(answer) {
-  const side = ["bad", "", "good"][Math.sign(answer.side ?? answer.advantage ?? 0) + 1];
+  const side = ["bad", "", "good"][Math.sign(answer.advantage ?? 0) + 1];
   const header = make("header", {}, make("b", {}, format(answer.reward)));
   const tag = (text, className = "") => header.append(make("span", { className: `tag ${className}` }, text));
-  if (answer.step !== undefined) tag(answer.step ? `after step ${format(answer.step)}` : "before training");
   if (answer.count > 1) tag(`× ${answer.count}`, "count");
   for (const [name, value] of Object.entries(answer.rewards || {})) {
     if (name !== "reward") tag(`${name} ${format(value)}`);
@@ -440,7 +406,7 @@ function begin() {
   const played = RUNS.map((run, i) => [i, run.name]).filter(([i]) => RUNS[i].rollouts.length);
   byId("answers").hidden = byId("to-answers").hidden = !played.length;
   if (!played.length) return;
-  for (const id of ["step", "order", "part", "finish"]) byId(id).onchange = drawAnswers;
+  for (const id of ["step", "order"]) byId(id).onchange = drawAnswers;
   byId("text-search").oninput = drawAnswers;
   byId("run").onchange = chooseRun;
   byId("split").onchange = chooseSplit;
@@ -449,7 +415,7 @@ function begin() {
     drawAnswers();
   };
   fillSelect("run", played);
-  fillSelect("order", [["groups", "groups side by side"], ["best", "the best answers"], ["worst", "the worst answers"]]);
+  fillSelect("order", [["groups", "in their order"], ["best", "the best answers first"], ["worst", "the worst answers first"]]);
   chooseRun();
 }
 

@@ -4,19 +4,20 @@ A browser cannot hold all answers of a long run. The page has a sample of steps,
 and says how many there are and in which files.
 """
 
+import math
 import os
 import re
 import time
 from collections import defaultdict
 from pathlib import Path
 
-from rl2.report.answers import describe_changes, describe_group, reward_of
+from rl2.report.answers import describe_group, reward_of
 from rl2.report.learning import find_lack_of_learning
 from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
-from rl2.report.summary import summarize
 from rl2.run.records import NOT_METRICS
-from rl2.run.success import saved_score
+from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
+MAX_HEADLINES = 6  # with more test sets, the others are among the curves
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
 ROLLOUT_BYTES = 16_000_000  # of the answers of all runs
@@ -52,28 +53,37 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         )
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
-    record = read_yaml(folder / "run.json")
-    score = saved_score(config)
     names = {name: None for line in lines for name in line if name not in NOT_METRICS}
-    sentences, headlines = summarize(lines, config, record)
     splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
-    for split, files in splits.items():
-        if split != "train" and len(files) > 1:
-            sentences.append(describe_changes(files[0], files[-1], score))
     return {
         "folder": str(folder.resolve()),
         "num_steps": len(lines),
         "num_broken": num_broken,
         "metrics": {name: [line.get(name) for line in shown] for name in names},
         "config": config,
-        "record": record,
-        "sentences": sentences,
-        "headlines": headlines,
+        "record": read_yaml(folder / "run.json"),
+        "headlines": find_headlines(lines, saved_score(config)),
         "warnings": _gather_warnings(lines),
-        "score": score,
         "num_rollouts": {split: len(files) for split, files in splits.items() if files},
         "rollouts": _read_rollouts(splits, num_bytes),
     }
+
+
+def find_headlines(lines: list[Record], score: str | None) -> dict[str, str]:
+    """Returns the metrics to show large, and what a person calls them. `score` is rollout.score."""
+    trained = (training_metric(score), REWARD, "actor/loss", "critic/loss")
+    found = [name for name in trained if any(_is_finite(line.get(name)) for line in lines)]
+    headlines = {name: "in training" for name in found[:1]}
+    for line in lines:
+        for (test_set, metric), value in held_out_results(line, score).items():
+            name = f"test/{test_set}/{metric}" if test_set else f"test/{metric}"
+            if _is_finite(value):
+                headlines[name] = f"on {test_set or 'held-out rows'}"
+    return dict(list(headlines.items())[:MAX_HEADLINES])
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _gather_warnings(lines: list[Record]) -> list[Record]:

@@ -7,8 +7,10 @@ be.
 """
 
 import argparse
+import json
 import math
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rl2.error_report import print_answer
-from rl2.report.answers import read_questions, score_questions
-from rl2.report.saved import find_steps, read_yaml, step_of
-from rl2.run.success import saved_score
+from rl2.report.answers import prompt_of, reward_of
+from rl2.report.saved import Record, find_steps, read_lines, read_yaml, step_of
+from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
 T_QUANTILES = (
@@ -106,6 +108,32 @@ def read_evaluation(run: Path, set_name: str, part: str | None) -> Evaluation:
     if part is not None and part not in found_parts:
         raise ValueError(f"--score {part}: the rewards have the parts {', '.join(found_parts)}")
     return Evaluation(run, step_of(last), scores)
+
+
+def read_questions(path: Path) -> dict[str, list[Record]]:
+    """Returns the answers to each question, a text of its prompt and row."""
+    questions: dict[str, list[Record]] = defaultdict(list)
+    for record in read_lines(path)[0]:
+        question = [prompt_of(record), record.get("row")]
+        questions[json.dumps(question, sort_keys=True, default=str)].append(record)
+    return questions
+
+
+def score_questions(questions: dict[str, list[Record]], part: str | None) -> dict[str, float]:
+    """Returns the mean score of the answers to each question. `part` is rollout.score.
+
+    Answers on which the environment failed do not count, nor do questions that have no other.
+    """
+    scores = {}
+    for question, records in questions.items():
+        counted = [record for record in records if record.get("finish_reason") != "failed"]
+        if counted:
+            scores[question] = fmean(_score_record(record, part) for record in counted)
+    return scores
+
+
+def _score_record(record: Record, part: str | None) -> float:
+    return score_of(record.get("rewards") or {}, reward_of(record), part) or 0.0
 
 
 def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
