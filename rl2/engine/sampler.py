@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl2.engine.sampling_params import SamplingParams
-from rl2.model.exact_head import BLOCK_SIZE_TOKENS, BlockSoftmax
+from rl2.model.exact import BLOCK_SIZE_TOKENS, BlockSoftmax
 
 
 def uniform_noise(seed: tuple[int, ...], count: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl2.model.exact_head import exact_scores
+from rl2.model.exact import exact_scores
 from rl2.model.logits import CandidateMask, LogitSettings, cap_slope
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
