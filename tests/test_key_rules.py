@@ -179,6 +179,8 @@ def with_bonus(x):
 not_vanishing = PolicyLoss(with_bonus, vanishes_without_advantage=True)
 def by_name(logps, advantages):
     return -advantages * logps, {}
+def root(x):
+    return -(x.logps - x.logps.detach()).abs().sqrt() * x.advantages, {}
 def leaves(x):
     raise SystemExit(0)
 def good(x):
@@ -214,6 +216,7 @@ no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps"
         ("ppo", "actor.loss", "no_metrics", "metrics of type NoneType: return (losses, metrics)"),
         ("ppo", "actor.loss", "detached", "no gradient: they have to depend on the logps"),
         ("ppo", "actor.loss", "nan", "losses that are not finite"),
+        ("ppo", "actor.loss", "root", "its gradient is not finite"),
         ("ppo", "actor.loss", "not_vanishing", "do not declare vanishes_without_advantage"),
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (4) must match"),
         ("ppo", "actor.loss", "wrong_shape", "(line 19 of own.py)"),

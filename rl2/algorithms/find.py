@@ -217,13 +217,17 @@ def _check_result(declared: Declaration, x: Any, returned: Any) -> None:
         _check_tensor(f"the metric {name}", values, like, wanted)
     if not losses.requires_grad:
         raise ValueError("its losses have no gradient: they have to depend on the logps")
-    if isinstance(declared, PolicyLoss) and declared.vanishes_without_advantage:
-        [gradient] = torch.autograd.grad((losses * x.mask).sum(), x.logps)
-        if gradient[x.advantages == 0].any():
-            raise ValueError(
-                "it has a gradient in tokens of advantage 0, so do not declare "
-                "vanishes_without_advantage: rows of such tokens would not be trained"
-            )
+    [gradient] = torch.autograd.grad(losses.sum(), like, materialize_grads=True)
+    if not gradient.isfinite().all():
+        raise ValueError(
+            "its gradient is not finite, such as that of a root at 0, also where the mask is 0"
+        )
+    vanishes = isinstance(declared, PolicyLoss) and declared.vanishes_without_advantage
+    if vanishes and gradient[(x.advantages == 0) & (x.mask > 0)].any():
+        raise ValueError(
+            "it has a gradient in tokens of advantage 0, so do not declare "
+            "vanishes_without_advantage: rows of such tokens would not be trained"
+        )
 
 
 def _pair(returned: Any, wanted: str) -> tuple[Any, Any]:
