@@ -76,6 +76,14 @@ def test_layers_that_are_not_alike_are_all_planned(tmp_path, family, num_layers)
     assert count_equal_layers(model) == num_layers
 
 
+def test_loading_needs_no_less_than_the_weights_that_are_loaded(tmp_path):
+    """With a large vocabulary few layers do not raise its peak, and many do."""
+    sizes = {"num_hidden_layers": 9, "vocab_size": 16384}
+    model = make_model(tmp_path / "model", "qwen3", **SIZES | sizes)
+    plan = predict(make_config(PPOConfig, model, {}), 2)
+    assert min(plan.peaks.values()) >= plan.loaded
+
+
 def test_the_table_of_the_docs_has_the_plan_of_today():
     plans = json.loads(memory_fits.FILE.read_text())
     assert len(plans) == len(memory_fits.MODELS) * len(memory_fits.METHODS)

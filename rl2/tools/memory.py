@@ -119,7 +119,10 @@ def predict(config: Any, num_gpus: int) -> Plan:
             return {key: extend(number[key], other[key]) for key in number}
         return round(number + steps * (other - number))
 
-    return Plan(**extend(few, more))
+    plan = Plan(**extend(few, more))
+    # Where a large vocabulary has the peak of loading, other layers do not raise it, up to here.
+    plan.peaks["load"] = max(plan.peaks["load"], plan.loaded)
+    return plan
 
 
 def plan_layers(config: Any, num_gpus: int, num_layers: int | None = None) -> Plan:
