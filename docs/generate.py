@@ -64,8 +64,8 @@ algorithm. A room imports only rooms below it, see [CONTRIBUTING](../CONTRIBUTIN
 """
 # The rooms of rl2/, from the loop down; "" has the files that are in none.
 ROOMS = (
-    *("trainer", "rollout", "env", "engine", "", "model", "attention", "algorithms", "parallel"),
-    *("config", "data", "run", "report", "rewards", "tools"),
+    *("trainer", "agents", "rollout", "env", "engine", "", "model", "attention", "algorithms"),
+    *("parallel", "config", "data", "run", "report", "rewards", "tools"),
 )
 
 FAMILIES_HEADER = """\

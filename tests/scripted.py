@@ -2,11 +2,13 @@
 
 import asyncio
 import textwrap
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 from common import make_tokenizer, pack_rows
 
+from rl2.agents.player import AgentPlayer
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples
 from rl2.engine.base import Generation, SamplingParams
@@ -81,6 +83,11 @@ class ScriptedEngine:
     def abort(self):
         self.aborts.set()
         self.aborts = asyncio.Event()
+
+
+def player_class(env, **options):
+    """What makes players for the env, as a run chooses it."""
+    return partial(AgentPlayer, **options) if env.spec.agent else Player
 
 
 def say_x(*_):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from rl2.agents.dialects import DIALECTS, anthropic_messages, chat_completions
+from rl2.agents.form import Call, ChatAnswer
 from rl2.engine.base import SamplingParams
-from rl2.rollout.dialects import DIALECTS, anthropic_messages, chat_completions
-from rl2.rollout.dialects.form import Call, ChatAnswer
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), stop=("END",))
 USER = {"role": "user", "content": "q"}

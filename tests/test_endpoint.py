@@ -16,19 +16,19 @@ from scripted import (  # noqa: F401
     ScriptedEngine,
     make_prompts,
     make_row,
+    player_class,
     process_group,
     write_nothing,
 )
 from test_env_objects import CHATML_WITH_TOOLS, trained_text
 from test_trainer import setup, train  # noqa: F401
 
+from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
 from rl2.config.schema import RolloutConfig
 from rl2.data.chat import ChatTemplate
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
-from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector
-from rl2.rollout.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
 from rl2.rollout.trajectory import begin_group
 from rl2.trainer.ppo_inputs import read_envs
 
@@ -88,7 +88,7 @@ def make_agent(
     tokenizer.chat_template = CHATML_WITH_TOOLS
     replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
     env = load_env(str(tmp_path / "env.py"), timeout, concurrency, isolation)
-    player = player_class({"": env}, **more)(
+    player = player_class(env, **more)(
         engine=ScriptedEngine(tokenizer, replies),
         envs={"": env},
         template=ChatTemplate(tokenizer),

@@ -33,9 +33,11 @@ from common import (
     run,
     serve_json,
 )
-from scripted import ScriptedEngine, process_group, write_nothing  # noqa: F401
+from scripted import ScriptedEngine, player_class, process_group, write_nothing  # noqa: F401
 from test_env_objects import trained_text
 
+from rl2.agents.endpoint import Endpoint
+from rl2.agents.session import AgentSession
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
@@ -46,10 +48,7 @@ from rl2.env.contract import EnvError, EnvFailures, select_arguments
 from rl2.env.load import load_env, preflight
 from rl2.env.tool_calls.call import ToolCall
 from rl2.rewards.sandbox import Limits
-from rl2.rollout.agent import player_class
-from rl2.rollout.agent_session import AgentSession
 from rl2.rollout.collect import Collector
-from rl2.rollout.endpoint import Endpoint
 
 CASES = read_cases("ready_envs")
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2}
@@ -86,7 +85,7 @@ def play(env, row, replies, max_turns):
 def play_script(env, row, script, max_turns, engine_class=ScriptedEngine):
     """(the trajectory of a row, which may fail, its player) with a script of the engine."""
     tokenizer = make_tokenizer()
-    player = player_class({"": env})(
+    player = player_class(env)(
         engine=engine_class(tokenizer, script),
         envs={"": env},
         template=ChatTemplate(tokenizer),

@@ -1,4 +1,4 @@
-"""A feature of a model is its files and its rows in one table: without them the rest trains."""
+"""A feature is its files and its rows in one table: without them the rest trains."""
 
 import os
 import re
@@ -11,7 +11,9 @@ import pytest
 from common import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
-FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")
+FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
+ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "vllm", "vllm_start"))
+OTHERS = ("agents", "trainer/teacher.py", *ENGINES)
 
 
 def remove(package: Path, feature: str) -> None:
@@ -41,6 +43,11 @@ def test_the_rest_still_trains(tmp_path, trainer):
     shutil.copytree(ROOT / "rl2", tmp_path / "rl2", ignore=shutil.ignore_patterns("__pycache__"))
     for feature in FEATURES:
         remove(tmp_path / "rl2", feature)
+    for name in OTHERS:
+        (tmp_path / "rl2" / name).rename(tmp_path / name.replace("/", "_"))
+    engines = tmp_path / "rl2/config/engines.py"
+    rows = re.sub(r'.*"rl2.engine.(sglang|vllm):.*\n', "", engines.read_text())
+    engines.write_text(rows)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
     (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")
     keys = {

@@ -48,10 +48,10 @@ TRL's `environment_factory` works: make_env = NAME.
 `run` plays the whole trajectory: `base_url` is an address of the policy for this trajectory alone,
 which speaks the protocols of OpenAI and Anthropic, and `api_key` its key. It returns a number,
 which becomes the reward part `run`, or a dict of parts, or None where `reward_fn` judges. See
-rl2/rollout/agent.py. A function of that name without the parameter `base_url` is another one.
+rl2/agents/player.py. A function of that name without the parameter `base_url` is another one.
 
 `play` is `run` without HTTP: `await generate(prompt)` samples a reply to messages or token ids, see
-rl2/rollout/generate.py. Its number becomes the reward part `play`. It must be async.
+rl2/agents/generate.py. Its number becomes the reward part `play`. It must be async.
 
 Reward functions of TRL and verl are called as their own trainers call them, with one conversation
 at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,

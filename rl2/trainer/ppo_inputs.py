@@ -9,7 +9,6 @@ from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
-from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
     check_length,
@@ -17,7 +16,6 @@ from rl2.trainer.inputs import (
     print_once,
     read_rows,
 )
-from rl2.trainer.teacher import fill_in
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
 
@@ -70,6 +68,8 @@ def _find_hint_problems(
     if any(env.has_object or env.spec.agent for env in envs):
         reason = "the environment's make_env, run or play makes the prompts, which get no hint"
         yield wrong_value("teacher.hint", hint, reason)
+    from rl2.trainer.teacher import fill_in
+
     for key, source_rows in rows.items():
         if key in config.data.train_paths and len(source_rows):
             try:
@@ -138,7 +138,7 @@ def read_envs(
             problems.append(Problem(key, path, f"{key}: {error}" if source else str(error)))
     problems += _find_agent_problems(rollout, envs)
     has_run = any(env.spec.run is not None for env in envs.values())
-    if rollout.endpoint_host != LOCAL_HOST and envs and not has_run:
+    if rollout.endpoint_host != RolloutConfig.endpoint_host and envs and not has_run:
         warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
     return envs, warnings
 
@@ -147,13 +147,16 @@ def _find_agent_problems(rollout: RolloutConfig, envs: dict[str, Env]) -> list[P
     """Problems of run() and play(): an endpoint without a key, and agents in some sources only."""
     problems = []
     host = rollout.endpoint_host
-    runs = [env for env in envs.values() if env.spec.run is not None]
-    if is_exposed(host) and any("api_key" not in env.asked for env in runs):
-        text = (
-            f"rollout.endpoint_host={host}: others reach this address, so the model answers only "
-            "with the key of the trajectory; run() must ask for it: add the argument api_key"
-        )
-        problems.append(Problem("rollout.endpoint_host", host, text))
+    if any(env.spec.run and "api_key" not in env.asked for env in envs.values()):
+        from rl2.agents.endpoint import is_exposed
+
+        if is_exposed(host):
+            text = (
+                f"rollout.endpoint_host={host}: others reach this address, so the model answers "
+                "only with the key of the trajectory; run() must ask for it: add the argument "
+                "api_key"
+            )
+            problems.append(Problem("rollout.endpoint_host", host, text))
     with_agent = [source for source, env in envs.items() if env.spec.agent]
     if 0 < len(with_agent) < len(envs):
         text = (

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl2 import cleanup
+from rl2.batch import Batch
 from rl2.config.conditions import (
     adapter_obstacle,
     choose_exactness,
@@ -45,12 +46,12 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
+from rl2.model.token_model import TokenScores
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
 from rl2.parallel.worlds import Link, split_world
 from rl2.report.loggers import MetricsLog
-from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.overlap import Samplers, Serving, serve
@@ -65,7 +66,6 @@ from rl2.run.signals import StopSignal
 from rl2.trainer.inputs import check_lora, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder
-from rl2.trainer.teacher import Hint, TeacherServer, connect
 from rl2.worker import Reference, Worker
 
 # What rollout.gpu_memory_utilization=auto is. The rest is for the engine to compute, and beside a
@@ -73,7 +73,11 @@ from rl2.worker import Reference, Worker
 SHARE_BESIDE_TRAINER = 0.6
 SHARE_OF_OWN_GPU = 0.85
 
-Teacher = Worker | Reference | TeacherServer  # what scores the sampled tokens as one
+
+class Teacher(Protocol):
+    """What scores the sampled tokens: a model of this run, or a server."""
+
+    def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores: ...
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Setup:
     model_stop_ids: list[int]  # the model's own tokens that end a turn
     prompts: Examples | Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
-    teacher_server: TeacherServer | None  # with teacher.base_url
+    teacher_server: Teacher | None  # with teacher.base_url
     link: Link | None  # to the processes that only sample, or from them
 
 
@@ -132,6 +136,8 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     prompts, tests = make_prompts(config, rows, template)
     teacher_server = None
     if config.teacher.base_url and is_training:
+        from rl2.trainer.teacher import connect
+
         teacher = config.teacher
         teacher_server = connect(teacher.base_url, teacher.protocol, teacher.model_name, device)
     return Setup(
@@ -411,7 +417,11 @@ def start_engine(setup: Setup, num_steps: int) -> Colocated:
 
 def _make_collector(setup: Setup, num_steps: int) -> Collector:
     config, rollout = setup.config, setup.config.rollout
-    hint = Hint(config.teacher.hint or "", setup.template)
+    add_hints = None
+    if config.teacher.hint:
+        from rl2.trainer.teacher import Hint
+
+        add_hints = Hint(config.teacher.hint, setup.template).add_teacher_prompts
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
@@ -433,7 +443,7 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
         max_refills=rollout.max_refills,
         max_staleness=rollout.max_staleness,
         write_records=setup.folder.write_records,
-        add_hints=hint.add_teacher_prompts if hint.text else None,
+        add_hints=add_hints,
         shapes=_choose_shapes(rollout),
     )
 
@@ -469,7 +479,12 @@ def _make_player(setup: Setup, engine: Engine) -> Player:
     for model in _scoring_models(config):  # which take whole trajectories
         limits.append(model.max_length_per_device * model.sp_size)
         limits.append(max_positions(model.model_name or config.actor.model_name))
-    return player_class(setup.envs, rollout.endpoint_host)(
+    new_player: Callable[..., Player] = Player
+    if any(env.spec.agent for env in setup.envs.values()):  # then all have one
+        from rl2.agents.player import AgentPlayer
+
+        new_player = partial(AgentPlayer, endpoint_host=rollout.endpoint_host)
+    return new_player(
         engine=engine,
         envs=setup.envs,
         template=setup.template,

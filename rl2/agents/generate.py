@@ -15,9 +15,9 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rl2.agents.form import ChatRequest, read_stop
+from rl2.agents.session import AgentSession, Conversation
 from rl2.engine.base import SamplingParams, check_request
-from rl2.rollout.agent_session import AgentSession, Conversation
-from rl2.rollout.dialects.form import ChatRequest, read_stop
 from rl2.rollout.trajectory import append_tokens, begin_sample
 
 

@@ -1,22 +1,21 @@
 """Agents: `run` or `play` of the env file takes the turns, by asking the model for each.
 
 `run` gets an address of its own for each trajectory (endpoint.py), in protocols that people's
-agents speak (dialects/). `play` gets a function (generate.py).
+agents speak (dialects.py). `play` gets a function (generate.py).
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from rl2.agents.endpoint import LOCAL_HOST, Address, Endpoint
+from rl2.agents.form import MODEL, RequestError
+from rl2.agents.generate import make_generate
+from rl2.agents.session import AgentSession
 from rl2.engine.base import SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, LateError, add_parts
-from rl2.rollout.agent_session import AgentSession
-from rl2.rollout.dialects.form import MODEL, RequestError
-from rl2.rollout.endpoint import LOCAL_HOST, Address, Endpoint
-from rl2.rollout.generate import make_generate
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory, TurnInfo
 
@@ -105,12 +104,3 @@ def _describe_silence(env: Env, address: Address | None) -> str:
         refusal = address.hide(address.refusal)
         return f"{name} got no answer of the model, which refused its last request: {refusal}"
     return f"{name} asked the model for nothing: no request has come to its base_url"
-
-
-def player_class(envs: Mapping[str, Env], endpoint_host: str = LOCAL_HOST) -> Callable[..., Player]:
-    """Returns the class of players, by whether agents take the turns of all environments.
-
-    Those of `run` find the model at a port of `endpoint_host`.
-    """
-    has_agent = all(env.spec.agent for env in envs.values())
-    return partial(AgentPlayer, endpoint_host=endpoint_host) if has_agent else Player

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from rl2.engine.base import SamplingParams, Seed
-from rl2.env.tool_calls.find import Found
-from rl2.rollout.dialects.form import (
+from rl2.agents.form import (
     MALFORMED,
     Call,
     ChatAnswer,
@@ -21,6 +19,8 @@ from rl2.rollout.dialects.form import (
     RequestError,
     malformed_error,
 )
+from rl2.engine.base import SamplingParams, Seed
+from rl2.env.tool_calls.find import Found
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory, TurnInfo, begin_sample
 

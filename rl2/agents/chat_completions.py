@@ -4,9 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl2.data.messages import check_messages, read_message
-from rl2.engine.base import SamplingParams
-from rl2.rollout.dialects.form import (
+from rl2.agents.form import (
     MODEL,
     ChatAnswer,
     ChatRequest,
@@ -15,6 +13,8 @@ from rl2.rollout.dialects.form import (
     read_stop,
     to_call,
 )
+from rl2.data.messages import check_messages, read_message
+from rl2.engine.base import SamplingParams
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 USED = ("model", "messages", "tools", "stop", "stream", "stream_options", *LIMITS)

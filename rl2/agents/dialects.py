@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from rl2.agents import anthropic_messages, chat_completions
+from rl2.agents.form import ChatAnswer, ChatRequest
 from rl2.engine.base import SamplingParams
-from rl2.rollout.dialects import anthropic_messages, chat_completions
-from rl2.rollout.dialects.form import ChatAnswer, ChatRequest
 
 
 class Dialect(Protocol):

@@ -13,11 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rl2.config.dropped import explain_dropped
-from rl2.engine.base import SamplingParams
-from rl2.env.contract import API_KEY
-from rl2.rollout.dialects import DIALECTS, Dialect
-from rl2.rollout.dialects.form import (
+from rl2.agents.dialects import DIALECTS, Dialect
+from rl2.agents.form import (
     MALFORMED,
     MODEL,
     ChatAnswer,
@@ -27,6 +24,9 @@ from rl2.rollout.dialects.form import (
     openai_error,
     parse_body,
 )
+from rl2.config.dropped import explain_dropped
+from rl2.engine.base import SamplingParams
+from rl2.env.contract import API_KEY
 
 LOCAL_HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2**22  # of a request
