@@ -71,19 +71,18 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
 
 def find_headlines(lines: list[Record], score: str | None) -> dict[str, str]:
     """Returns the metrics to show large, and what a person calls them. `score` is rollout.score."""
-    trained = (training_metric(score), REWARD, "actor/loss", "critic/loss")
-    found = [name for name in trained if any(_is_finite(line.get(name)) for line in lines)]
-    headlines = {name: "in training" for name in found[:1]}
+    known = {}  # the metrics that have a number in some line
     for line in lines:
-        for (test_set, metric), value in held_out_results(line, score).items():
-            name = f"test/{test_set}/{metric}" if test_set else f"test/{metric}"
-            if _is_finite(value):
-                headlines[name] = f"on {test_set or 'held-out rows'}"
+        for name, value in line.items():
+            if name not in NOT_METRICS and value is not None and math.isfinite(value):
+                known[name] = value
+    trained = (training_metric(score), REWARD, "actor/loss", "critic/loss")
+    found = [name for name in trained if name in known]
+    headlines = dict.fromkeys(found[:1], "in training")
+    for test_set, metric in held_out_results(known, score):
+        name = f"test/{test_set}/{metric}" if test_set else f"test/{metric}"
+        headlines[name] = f"on {test_set or 'held-out rows'}"
     return dict(list(headlines.items())[:MAX_HEADLINES])
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _gather_warnings(lines: list[Record]) -> list[Record]:
