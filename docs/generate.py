@@ -11,6 +11,7 @@ tests/test_docs.py compares the committed pages with these.
 import ast
 import json
 import re
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,14 +61,9 @@ FILES_HEADER = """\
 <!-- Written by `python docs/generate.py` from the first sentence of each file. -->
 
 A line a file. Read `train_step` in [`ppo.py`](../rl2/trainer/ppo.py) first: it is the whole
-algorithm. A room imports only rooms below it, see [CONTRIBUTING](../CONTRIBUTING.md).
+algorithm. A room imports only rooms below it, as the layers of
+[pyproject.toml](../pyproject.toml) have them. The files in none come first.
 """
-# The rooms of rl2/, from the loop down; "" has the files that are in none.
-ROOMS = (
-    *("trainer", "agents", "rollout", "env", "engine", "", "model", "attention", "algorithms"),
-    *("parallel", "config", "data", "run", "report", "rewards", "tools"),
-)
-
 FAMILIES_HEADER = """\
 Every causal language model of transformers {transformers}, and some with [towers](#towers), tried
 on {date} with torch {torch} as at the [start of a run](#how-a-model-is-admitted), with the
@@ -354,8 +350,11 @@ def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
 def files_page() -> str:
     """Returns docs/files.md: what each file of the package is for."""
     package = ROOT / "rl2"
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [layers] = [each["layers"] for each in contracts["contracts"] if each["id"] == "rings"]
+    names = [name for layer in layers for name in layer.split(" | ")]
     parts = [FILES_HEADER]
-    for room in ROOMS:
+    for room in ("", *(name for name in names if (package / name).is_dir())):
         files = (package / room).rglob("*.py") if room else package.glob("*.py")
         lines = []
         for path in sorted(files):
