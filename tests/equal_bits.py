@@ -239,7 +239,8 @@ FAILS = '''
 def reward_fn(messages, answer):
     """Fails where the reply has an even length, but for the replies of the trial at the start."""
     reply = messages[-1]["content"]
-    if reply and len(reply) % 2 == 0 and not reply.startswith("`"):
+    is_trial = answer in reply or "31415926" in reply or "`" in reply
+    if reply and len(reply) % 2 == 0 and not is_trial:
         raise RuntimeError("even")
     return sum(letter in answer for letter in reply) / max(len(reply), 1)
 '''
