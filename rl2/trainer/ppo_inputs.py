@@ -65,11 +65,11 @@ def _find_hint_problems(
     hint = config.teacher.hint
     if not hint:
         return
+    from rl2.trainer.teacher import fill_in
+
     if any(env.has_object or env.spec.agent for env in envs):
         reason = "the environment's make_env, run or play makes the prompts, which get no hint"
         yield wrong_value("teacher.hint", hint, reason)
-    from rl2.trainer.teacher import fill_in
-
     for key, source_rows in rows.items():
         if key in config.data.train_paths and len(source_rows):
             try:
