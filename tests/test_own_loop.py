@@ -206,5 +206,5 @@ def test_it_may_stand_beside_agents_and_not_beside_other_environments(tmp_path):
         rows = {f"data.path.{name}": pack_rows([make_row(0)]) for name in paths}
         problems = []
         read_envs(RolloutConfig(env_path=paths, max_turns=2), rows, problems)
-        of_kinds = [problem for problem in problems if problem.key == "rollout.env_path"]
+        of_kinds = [problem for problem in problems if problem.startswith("rollout.env_path:")]
         assert len(of_kinds) == num_problems, problems

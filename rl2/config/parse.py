@@ -38,7 +38,6 @@ from rl2.config.rules import validate
 from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
 
-FindProblems = Callable[[Any], list[Problem]]
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
 # A run has one folder, that of rl2; and its own output.
 QUIET = [
@@ -50,19 +49,13 @@ QUIET = [
 ]
 
 
-def parse(
-    root: type,
-    argv: list[str],
-    find_problems: FindProblems | None = None,
-    elsewhere: Collection[str] = (),
-) -> Any:
+def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
     """Returns the config that the arguments ask for, an instance of `root`.
 
     `root` is the config class of a trainer or a subclass of one, and has the checks of that one.
 
     `--help` prints and exits. If there are problems, rank 0 prints all of them and every rank exits
-    with status 2. `find_problems(config)` tries what the config names, such as the data. It is
-    called only if there are problems, to show all of them together.
+    with status 2.
 
     `elsewhere` are sections and keys that need not fit this machine, for a job that will run on
     another one. They may be missing and are not checked, and there are no warnings.
@@ -71,7 +64,7 @@ def parse(
     if arguments.options:
         given = " ".join(arguments.options)
         arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
-    return accept(compose(root, arguments), find_problems, elsewhere)
+    return accept(compose(root, arguments), elsewhere)
 
 
 def read_command(root: type, argv: list[str]) -> Arguments:
@@ -80,13 +73,9 @@ def read_command(root: type, argv: list[str]) -> Arguments:
     return read_arguments(root, argv)
 
 
-def accept(
-    draft: "Draft",
-    find_problems: FindProblems | None = None,
-    elsewhere: Collection[str] = (),
-) -> Any:
+def accept(draft: "Draft", elsewhere: Collection[str] = ()) -> Any:
     """Returns the config of a draft. Exits if it has problems; prints its warnings."""
-    problems, warnings = check(draft, find_problems, elsewhere)
+    problems, warnings = check(draft, elsewhere)
     if problems:
         refuse(problems)
     if not elsewhere:
@@ -128,10 +117,10 @@ class Draft:
     missing: list[Problem] = field(default_factory=list)
 
 
-def make_config(root: type, arguments: Arguments, find_problems: FindProblems | None = None) -> Any:
+def make_config(root: type, arguments: Arguments) -> Any:
     """What `parse` does, for arguments that Python code gives. ConfigError has the problems."""
     draft = compose(root, arguments)
-    problems, warnings = check(draft, find_problems)
+    problems, warnings = check(draft)
     if problems:
         raise ConfigError(problems)
     warn(warnings)
@@ -192,18 +181,12 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
     return Draft(arguments, config, missing)
 
 
-def check(
-    draft: Draft,
-    find_problems: FindProblems | None = None,
-    elsewhere: Collection[str] = (),
-) -> tuple[list[Problem], list[Problem]]:
-    """(problems, warnings) of a draft; `parse` explains the other arguments."""
+def check(draft: Draft, elsewhere: Collection[str] = ()) -> tuple[list[Problem], list[Problem]]:
+    """(problems, warnings) of a draft; `parse` explains `elsewhere`."""
     problems = [*draft.arguments.problems]
     if draft.config is None:  # there is no more to check
         return problems, []
     found, warnings = validate(draft.config, draft.arguments.set_keys)
     add_new_problems(problems, [p for p in draft.missing if not is_about(p, elsewhere)])
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
-    if problems and find_problems is not None:
-        add_new_problems(problems, find_problems(draft.config))
     return problems, [*draft.arguments.warnings, *warnings]

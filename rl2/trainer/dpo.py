@@ -20,14 +20,13 @@ from rl2.algorithms.find import find_preference_loss
 from rl2.algorithms.losses import UnpairedLoss
 from rl2.batch import Batch, Sample, collate, scored_spans
 from rl2.config.conditions import compares_pairs, needs_reference_point
-from rl2.config.problem import Problem
 from rl2.config.schema import DPOConfig, DPOLossConfig
-from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, RowKind, to_samples
+from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, to_samples
 from rl2.data.formats import labels
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.offline_run import OfflineRun, find_row_problems
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -141,25 +140,16 @@ def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
     return run.measure_loss(partial(preference_loss, run.config.dpo), test)
 
 
-def row_kind(config: DPOConfig) -> RowKind:
-    """Returns what the rows of the loss are."""
-    return PAIR_ROWS if compares_pairs(config) else LABELLED_ROWS
-
-
-def find_problems(config: DPOConfig) -> list[Problem]:
-    """The problems of the data, for a config that has other problems."""
-    return find_row_problems(row_kind(config), config)
-
-
 def make_run(config: DPOConfig) -> OfflineRun:
-    return OfflineRun(config, row_kind(config), make_batch, measure)
+    kind = PAIR_ROWS if compares_pairs(config) else LABELLED_ROWS
+    return OfflineRun(config, kind, make_batch, measure)
 
 
 def start(config: DPOConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(DPOConfig, start, find_problems)
+TRAINER = Trainer(DPOConfig, start)
 
 
 def main() -> None:

@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.problem import Problem
 from rl2.config.schema import (
     DataConfig,
     PromptConfig,
@@ -28,32 +26,22 @@ from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
 from rl2.run.folder import RunFolder
 
 SYSTEM_PROMPTS = {"boxed": BOXED_PROMPT, "think_answer": THINK_ANSWER_PROMPT}
-TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
 
 
-def read_rows(
-    config: Any, kind: RowKind, limit: int | None = None
-) -> tuple[dict[str, Rows], list[Problem]]:
-    """(the rows of each source and of each test set, by key; the problems of the others).
-
-    With a `limit` only so many rows of each file are read, and paths that are not on this machine
-    are left out.
-    """
+def read_rows(config: Any, kind: RowKind) -> tuple[dict[str, Rows], list[str]]:
+    """(the rows of each source and of each test set, by key; the problems of the others)."""
     data = config.data
-    problems: list[Problem] = []
+    problems: list[str] = []
     trained = data.train_paths
     if config.trainer.eval_only and not data.test_ratio:
         trained = {}
     rows: dict[str, Rows] = {}
     for split, paths in {"train": trained, "test": data.test_paths}.items():
         for key, path in paths.items():
-            is_path = isinstance(path, str)  # another value is a problem of the config
-            if not path or (limit and not (is_path and Path(path).expanduser().exists())):
-                continue
             try:
-                rows[key] = load_rows(path, split, kind.read, data.columns, limit)
+                rows[key] = load_rows(path, split, kind.read, data.columns)
             except ValueError as error:
-                problems.append(Problem(key, path, str(error)))
+                problems.append(str(error))
     return rows, problems
 
 
@@ -84,7 +72,7 @@ def make_examples(
     rows: dict[str, Rows],
     kind: RowKind,
     template: ChatTemplate,
-    problems: list[Problem],
+    problems: list[str],
 ) -> tuple[Examples | Mixture | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
 
@@ -95,7 +83,7 @@ def make_examples(
     data = config.data
     sources, tests = _tokenise(data, rows, kind, template, problems)
     if problems:
-        raise ValueError("\n".join(map(str, problems)))
+        raise ValueError("\n".join(problems))
     for path_rows in rows.values():
         print_once(warn_of_text_prompts(path_rows, template))
     print_once(_warn_of_trained_tests(data))
@@ -117,7 +105,7 @@ def _tokenise(
     rows: dict[str, Rows],
     kind: RowKind,
     template: ChatTemplate,
-    problems: list[Problem],
+    problems: list[str],
 ) -> tuple[dict[str, Examples], dict[str, Examples]]:
     """(training examples by source, test examples by the name of the set).
 
@@ -143,7 +131,7 @@ def _tokenise(
                 source=name,
             )
         except ValueError as error:
-            problems.append(Problem(key, path_rows.path, str(error)))
+            problems.append(str(error))
             continue
         if is_trained:
             sources[name] = examples

@@ -27,7 +27,7 @@ from rl2.algorithms.find import forget_files
 from rl2.config.arguments import Arguments, take_keys
 from rl2.config.engines import choose_engine
 from rl2.config.parse import compose, make_config
-from rl2.config.problem import ConfigError, Problem, general_problem, refuse
+from rl2.config.problem import ConfigError, general_problem, refuse
 from rl2.config.schema import PPOConfig
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import BorrowedSignals, user_errors
@@ -46,8 +46,6 @@ class Trainer:
 
     config_class: type
     start: Callable[..., None]  # trains with a config
-    # Tries what a config names, see `parse`; None for nothing
-    find_problems: Callable[..., list[Problem]] | None = None
 
 
 def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
@@ -77,7 +75,7 @@ def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Calla
 
 def _train(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
     with _own_process():
-        config = _make_config(trainer, inputs, functions)
+        config = _make_config(trainer.config_class, inputs)
         _check_engine(config)
         _start(trainer, config, functions)
     return Path(config.trainer.save_dir).absolute()
@@ -100,12 +98,8 @@ def _start(trainer: Trainer, config: Any, functions: Mapping[str, Callable]) -> 
             trainer.start(config)
 
 
-def _make_config(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Any:
+def _make_config(root: type, inputs: Inputs) -> Any:
     """Returns the checked config. Its input files are in the run folder, unless it is refused."""
-    root = trainer.config_class
-    find_problems = trainer.find_problems
-    if functions:
-        find_problems = partial(find_problems, functions=functions)
     draft = compose(root, take_keys(root, inputs.values, Arguments()))
     if draft.config is None:
         raise ConfigError(draft.arguments.problems)
@@ -113,7 +107,7 @@ def _make_config(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Calla
     written = inputs.write(folder)
     try:
         arguments = take_keys(root, inputs.list_values(folder), Arguments())
-        return make_config(root, arguments, find_problems)
+        return make_config(root, arguments)
     except ConfigError:
         remove(written)
         raise

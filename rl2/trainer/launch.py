@@ -27,7 +27,7 @@ def launch(trainer: Trainer) -> None:
     arguments = read_command(root, sys.argv[1:])
     if arguments.options:
         let_hydra_answer(root, arguments, partial(train_job, trainer))
-    config: Any = accept(compose(root, arguments), trainer.find_problems)
+    config: Any = accept(compose(root, arguments))
     with guard(config.trainer.watchdog):
         trainer.start(config)
 

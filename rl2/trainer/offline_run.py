@@ -8,7 +8,6 @@ import torch
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
-from rl2.config.problem import Problem
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
 from rl2.model.folder import load_tokenizer
@@ -17,26 +16,15 @@ from rl2.report.health import with_names
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.trainer.inputs import (
-    TRIAL_ROWS,
     check_lora,
     count_steps,
     make_chat_template,
     read_examples,
-    read_rows,
 )
 from rl2.trainer.recorder import Recorder
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
-
-
-def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
-    """The problems of the data, for a config that has others.
-
-    Only the first rows of files that are on this machine are read.
-    """
-    _, problems = read_rows(config, kind, TRIAL_ROWS)
-    return problems
 
 
 class OfflineRun:

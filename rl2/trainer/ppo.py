@@ -40,7 +40,6 @@ from rl2.rollout.stats import (
 )
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.ppo_inputs import find_ppo_problems
 from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
 from rl2.trainer.recorder import is_due
 
@@ -366,7 +365,7 @@ def start(config: PPOConfig, functions: Functions | None = None) -> None:
         train_and_finish(PPORun(config, functions=functions), train)
 
 
-TRAINER = Trainer(PPOConfig, start, find_ppo_problems)
+TRAINER = Trainer(PPOConfig, start)
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig, RolloutConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
@@ -10,7 +9,6 @@ from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.trainer.inputs import (
-    TRIAL_ROWS,
     check_length,
     make_examples,
     print_once,
@@ -29,38 +27,15 @@ def read_ppo_inputs(
     place of rollout.env_path. The first process prints the warnings.
     """
     rows, problems = read_rows(config, PROMPT_ROWS)
-    envs, warnings = _read_envs(config, rows, problems, functions)
+    envs, warnings = read_envs(config.rollout, rows, problems, functions)
+    problems += _find_hint_problems(config, rows, list(envs.values()))
     if problems:
-        raise ValueError("\n".join(map(str, problems)))
+        raise ValueError("\n".join(problems))
     print_once([f"warning: {warning}" for warning in warnings])
     return rows, envs
 
 
-def find_ppo_problems(config: PPOConfig, functions: Functions | None = None) -> list[Problem]:
-    """The problems of the data and the environment, for a config that has other problems.
-
-    Only the first rows of files that are on this machine are read.
-    """
-    rows, problems = read_rows(config, PROMPT_ROWS, TRIAL_ROWS)
-    if config.rollout.env_path:
-        _read_envs(config, rows, problems, functions)
-    return problems
-
-
-def _read_envs(
-    config: PPOConfig,
-    rows: dict[str, Rows],
-    problems: list[Problem],
-    functions: Functions | None,
-) -> tuple[dict[str, Env], list[str]]:
-    envs, warnings = read_envs(config.rollout, rows, problems, functions)
-    problems += _find_hint_problems(config, rows, list(envs.values()))
-    return envs, warnings
-
-
-def _find_hint_problems(
-    config: PPOConfig, rows: dict[str, Rows], envs: list[Env]
-) -> Iterator[Problem]:
+def _find_hint_problems(config: PPOConfig, rows: dict[str, Rows], envs: list[Env]) -> Iterator[str]:
     """Whether the first row of each source fills the teacher's hint, and prompts are the data's."""
     hint = config.teacher.hint
     if not hint:
@@ -69,13 +44,13 @@ def _find_hint_problems(
 
     if any(env.has_object or env.spec.agent for env in envs):
         reason = "the environment's make_env, run or play makes the prompts, which get no hint"
-        yield wrong_value("teacher.hint", hint, reason)
+        yield f"teacher.hint={hint}: {reason}"
     for key, source_rows in rows.items():
         if key in config.data.train_paths and len(source_rows):
             try:
                 fill_in(hint, source_rows[0])
             except ValueError as error:
-                yield Problem("teacher.hint", hint, str(error))
+                yield str(error)
 
 
 def make_prompts(
@@ -85,7 +60,7 @@ def make_prompts(
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
-    problems = find_unknown_stop_ids(config, template)
+    problems = [*find_unknown_stop_ids(config, template)]
     train, tests = make_examples(config, rows, PROMPT_ROWS, template, problems)
     if config.trainer.eval_only:
         train = None
@@ -110,7 +85,7 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples | 
 def read_envs(
     rollout: RolloutConfig,
     rows: dict[str, Rows],
-    problems: list[Problem],
+    problems: list[str],
     functions: Functions | None = None,
 ) -> tuple[dict[str, Env], list[str]]:
     """Loads the environments, and tries each on the rows of its source: (they, warnings).
@@ -135,7 +110,7 @@ def read_envs(
             found = preflight(env, rows_of_source, rollout.max_turns, rollout.partial)
             warnings += [f"{key}: {warning}" if source else warning for warning in found]
         except ValueError as error:
-            problems.append(Problem(key, path, f"{key}: {error}" if source else str(error)))
+            problems.append(f"{key}: {error}" if source else str(error))
     problems += _find_agent_problems(rollout, envs)
     has_run = any(env.spec.run is not None for env in envs.values())
     if rollout.endpoint_host != RolloutConfig.endpoint_host and envs and not has_run:
@@ -143,42 +118,35 @@ def read_envs(
     return envs, warnings
 
 
-def _find_agent_problems(rollout: RolloutConfig, envs: dict[str, Env]) -> list[Problem]:
+def _find_agent_problems(rollout: RolloutConfig, envs: dict[str, Env]) -> Iterator[str]:
     """Problems of run() and play(): an endpoint without a key, and agents in some sources only."""
-    problems = []
     host = rollout.endpoint_host
     if any(env.spec.run and "api_key" not in env.asked for env in envs.values()):
         from rl2.agents.endpoint import is_exposed
 
         if is_exposed(host):
-            text = (
+            yield (
                 f"rollout.endpoint_host={host}: others reach this address, so the model answers "
                 "only with the key of the trajectory; run() must ask for it: add the argument "
                 "api_key"
             )
-            problems.append(Problem("rollout.endpoint_host", host, text))
     with_agent = [source for source, env in envs.items() if env.spec.agent]
     if 0 < len(with_agent) < len(envs):
-        text = (
+        yield (
             f"rollout.env_path: the envs of {', '.join(with_agent)} have run() or play(), and the "
             "others have neither: take sources of one kind, or write one of the two for all"
         )
-        problems.append(Problem("rollout.env_path", rollout.env_path, text))
-    return problems
 
 
-def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Problem]:
+def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> Iterator[str]:
     """The problems of tokens that should end a turn and that the tokenizer does not have."""
-    problems = []
     last = template.last_token_id
     for section in SAMPLING_SECTIONS.values():
         key = f"rollout.{section}.stop_token_ids"
         ids = getattr(config.rollout, section).stop_token_ids
         unknown = [token_id for token_id in ids if token_id > last]
         if unknown:
-            reason = (
-                f"the tokenizer of {config.actor.model_name} has no token "
+            yield (
+                f"{key}={ids}: the tokenizer of {config.actor.model_name} has no token "
                 f"{', '.join(map(str, unknown))}, its last one is {last}"
             )
-            problems.append(wrong_value(key, ids, reason))
-    return problems

@@ -9,8 +9,6 @@ if __name__ == "__main__":
     answer_trainer("rm")  # --help, before the imports below, which take seconds
 
 
-from functools import partial
-
 import torch
 
 from rl2.algorithms import losses
@@ -21,7 +19,7 @@ from rl2.data.formats import pair_margin
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.offline_run import OfflineRun, find_row_problems
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -89,7 +87,7 @@ def start(config: RMConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(RMConfig, start, partial(find_row_problems, PAIR_ROWS))
+TRAINER = Trainer(RMConfig, start)
 
 
 def main() -> None:

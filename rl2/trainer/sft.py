@@ -18,7 +18,7 @@ from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.offline_run import Measure, OfflineRun, find_row_problems
+from rl2.trainer.offline_run import Measure, OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -66,7 +66,7 @@ def start(config: SFTConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(SFTConfig, start, partial(find_row_problems, SFT_ROWS))
+TRAINER = Trainer(SFTConfig, start)
 
 
 def main() -> None:
