@@ -19,7 +19,7 @@ from rl2.config.unknown import near_keys
 from rl2.config.values import get_value, show_value
 from rl2.error_report import print_answer
 from rl2.output import outlive_readers
-from rl2.parallel.rank import is_first_of_node, is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 # The keys of the short help, of the trainers that have them.
 COMMON = """
@@ -44,7 +44,7 @@ def answer_trainer(name: str) -> None:
     traceback, until the run listens to signals.
     """
     answer_help(TRAINER_CONFIGS[name], sys.argv[1:])
-    outlive_readers(is_told=is_first_of_node())
+    outlive_readers()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

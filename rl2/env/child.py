@@ -27,7 +27,7 @@ def serve(descriptor: int, path: str) -> None:
     A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
     """
     # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix.
-    outlive_readers(is_told=False)
+    outlive_readers()
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))

@@ -165,7 +165,7 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     no error, prints the Python stacks of its process. What is printed is written line by line from
     here on, also to a file, so a kill loses no line; the run outlives who reads it.
     """
-    outlive_readers(is_told=is_first_of_node())
+    outlive_readers()
     faulthandler.enable(STDERR)
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
