@@ -45,7 +45,7 @@ class Sampling:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Ends the engines, and the environments that they play with."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs."""
@@ -90,6 +90,8 @@ class Colocated(Sampling):
     def close(self) -> None:
         cleanup.unregister(self.engine.close)  # which closes that of a run that fails
         self.engine.close()
+        for env in self.collector.player.envs.values():
+            env.close()
 
     def state_dict(self) -> dict[str, Any]:
         return self.collector.state_dict()

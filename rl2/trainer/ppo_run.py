@@ -176,7 +176,6 @@ class PPORun:
         assert setup.prompts is not None
         self.config = config
         self.folder = setup.folder
-        self.envs = setup.envs
         self.tokens_hash = hash_tokens(
             setup.tokenizer, config.rollout.train_sampling_params.temperature
         )
@@ -299,7 +298,6 @@ class PPORun:
     def close(self) -> None:
         """Ends the engines and the environment."""
         self.sampling.close()
-        close_envs(self.envs)
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
@@ -314,7 +312,6 @@ class SamplerRun:
         """`functions` are the environment, in the place of rollout.env_path."""
         setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None and setup.link is not None
-        self.envs = setup.envs
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
         self.stop_signal = StopSignal(setup.device)
         collector, evaluator = self.sampling.collector, self.sampling.evaluator
@@ -329,7 +326,6 @@ class SamplerRun:
         """Serves the trainers until they close, and ends the engine and the environment."""
         serve(self.serving)
         self.sampling.close()
-        close_envs(self.envs)
         dist.destroy_process_group()
 
 
@@ -343,7 +339,6 @@ class EvaluationRun:
         """
         setup = set_up(config, functions)
         self.folder = setup.folder
-        self.envs = setup.envs
         if self.folder.start.checkpoint is not None:
             raise ValueError(
                 f"{self.folder.path} is the folder of a run that trains; give the evaluation one "
@@ -364,13 +359,7 @@ class EvaluationRun:
         if is_first_rank():
             print(self.sampling.evaluator.describe(metrics))
         self.sampling.close()
-        close_envs(self.envs)
         dist.destroy_process_group()
-
-
-def close_envs(envs: dict[str, Env]) -> None:
-    for env in envs.values():
-        env.close()
 
 
 def make_models(
