@@ -5,10 +5,11 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from rl2.trainer.given import Inputs
+from rl2.python_inputs import Inputs
 
 Rows = str | PurePath | Iterable[Mapping[str, Any]]
 
@@ -148,6 +149,8 @@ def train(
         inputs.set_value("env", "rollout.env_path", env)
     if functions:
         inputs.set_functions(functions)
-    inside = importlib.import_module("rl2.trainer.inside")  # loads torch
-    module = importlib.import_module(f"rl2.trainer.{trainer}")
-    return Run(inside.train_inside(module.TRAINER, inputs, functions))
+    in_process = importlib.import_module("rl2.in_process")  # loads torch
+    start = importlib.import_module(f"rl2.trainer.{trainer}").start
+    if functions:
+        start = partial(start, functions=functions)
+    return Run(in_process.train_inside(TRAINER_CONFIGS[trainer], inputs, start))

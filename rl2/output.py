@@ -1,4 +1,4 @@
-"""Keeps a process alive whose stdout or stderr goes away, as in `... | head` or a lost terminal."""
+"""Keeps a process alive whose stdout or stderr goes away, as a closed pipe or a lost terminal."""
 
 import errno
 import io

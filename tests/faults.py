@@ -22,11 +22,11 @@ import torch.distributed as dist
 from common import read_metrics
 from forked import ForkedRun, ForkedRuns
 
-from rl2 import worker
+from rl2 import recorder, worker
 from rl2.attention.ring import PackedAttention
 from rl2.run import signals
 from rl2.run.folder import Checkpoints
-from rl2.trainer import offline_run, recorder
+from rl2.trainer import offline_run
 from rl2.worker import Worker
 
 

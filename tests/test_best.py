@@ -10,8 +10,8 @@ from common import make_model, read_untimed_metrics
 
 import rl2
 from rl2.config.schema import SFTConfig
+from rl2.recorder import Recorder
 from rl2.run.best import Best, best_metric
-from rl2.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 

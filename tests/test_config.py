@@ -26,7 +26,7 @@ from rl2.config.parse import check, compose, parse
 from rl2.config.schema import PPOConfig, dump
 from rl2.config.unknown import OTHER_NAMES, near_keys
 from rl2.config.values import get_value
-from rl2.trainer.ppo_inputs import read_ppo_inputs
+from rl2.ppo_inputs import read_ppo_inputs
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl2 import ppo_inputs
 from rl2.batch import scored_spans
 from rl2.config.schema import PPOConfig, PromptConfig
 from rl2.data.chat import ChatTemplate
@@ -39,11 +40,10 @@ from rl2.data.examples import (
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
+from rl2.inputs import read_system_prompt
 from rl2.rewards.text import BOXED_PROMPT
-from rl2.trainer import ppo_inputs
 from rl2.trainer.dpo import make_batch as make_dpo_batch
 from rl2.trainer.dpo import mismatch
-from rl2.trainer.inputs import read_system_prompt
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -372,7 +372,7 @@ def test_order_differs_by_epoch_and_seed():
 @pytest.fixture
 def ppo_config(monkeypatch):
     # There is no model.
-    monkeypatch.setattr("rl2.trainer.inputs.check_num_positions", lambda *lengths: None)
+    monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
     config = PPOConfig()
     config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
     return config

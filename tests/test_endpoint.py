@@ -28,9 +28,9 @@ from rl2.config.schema import RolloutConfig
 from rl2.data.chat import ChatTemplate
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
+from rl2.ppo_inputs import read_envs
 from rl2.rollout.collect import Collector
 from rl2.rollout.trajectory import begin_group
-from rl2.trainer.ppo_inputs import read_envs
 
 # An env file: an object with a tool, whose calls the same conversation has without an agent.
 DOUBLING_OBJECT = '''

@@ -24,6 +24,7 @@ from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
+from rl2.ppo_inputs import make_prompts
 from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import (
     Evaluator,
@@ -34,7 +35,6 @@ from rl2.rollout.evaluate import (
 )
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import FinishReason, Trajectory
-from rl2.trainer.ppo_inputs import make_prompts
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 ENV = """
@@ -220,7 +220,7 @@ def test_a_test_set_is_split_off_by_the_content_of_the_rows():
 
 def test_the_split_follows_the_keys(monkeypatch):
     # There is no model.
-    monkeypatch.setattr("rl2.trainer.inputs.check_num_positions", lambda *lengths: None)
+    monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
     config = PPOConfig()
     data = config.data
     data.test_ratio, data.test_limit = 0.5, 3

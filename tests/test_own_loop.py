@@ -17,7 +17,7 @@ from test_env_objects import trained_text
 
 from rl2.config.schema import RolloutConfig
 from rl2.env.load import load_env
-from rl2.trainer.ppo_inputs import read_envs
+from rl2.ppo_inputs import read_envs
 
 TWO_TURNS_OF_ITS_OWN = """
     async def play(row, generate):

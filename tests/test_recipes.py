@@ -14,8 +14,8 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
-from rl2.trainer.inputs import read_examples
-from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
+from rl2.inputs import read_examples
+from rl2.ppo_inputs import make_prompts, read_ppo_inputs
 
 CONFIGS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 KINDS = {"sft": SFT_ROWS, "dpo": PAIR_ROWS, "rm": PAIR_ROWS}
@@ -177,7 +177,7 @@ def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     config = parse(CONFIGS[trainer], overrides)
     template = ChatTemplate(make_tokenizer())
     # The models are on the hub.
-    monkeypatch.setattr("rl2.trainer.inputs.check_num_positions", lambda *lengths: None)
+    monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
     if trainer == "ppo":
         rows, _ = read_ppo_inputs(config)
         items, test_items = make_prompts(config, rows, template)

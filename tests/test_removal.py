@@ -13,7 +13,7 @@ from common import make_model
 ROOT = Path(__file__).resolve().parent.parent
 FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
 ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "vllm", "vllm_start"))
-OTHERS = ("agents", "trainer/teacher.py", *ENGINES)
+OTHERS = ("agents", "teacher.py", *ENGINES)
 
 
 def remove(package: Path, feature: str) -> None:

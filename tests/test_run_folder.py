@@ -31,6 +31,7 @@ from rl2.config.arguments import read_arguments
 from rl2.config.parse import compose
 from rl2.config.schema import PPOConfig, PromptConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
+from rl2.recorder import Recorder
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
 from rl2.run.changes import find_changes, identify
@@ -40,7 +41,6 @@ from rl2.run.lock import RunLock
 from rl2.run.signals import STOP_SIGNALS, StopSignal
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, sft
-from rl2.trainer.recorder import Recorder
 
 NUM_ROWS = 12
 

@@ -5,7 +5,7 @@ from common import launch_runs, make_model, read_jsonl, read_metrics, write_json
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.trainer.ppo_inputs import read_ppo_inputs
+from rl2.ppo_inputs import read_ppo_inputs
 
 # The rewards tell which environment gave them.
 ONE = "def reward_fn(messages, answer): return {'one': 1.0}\n"

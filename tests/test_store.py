@@ -21,7 +21,7 @@ from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, DataCursor, Exam
 from rl2.data.formats import read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.env.load import preflight
-from rl2.trainer.inputs import read_examples
+from rl2.inputs import read_examples
 
 SCHEMA = pyarrow.schema({"number": pyarrow.int32()})
 FORK = multiprocessing.get_context("fork")

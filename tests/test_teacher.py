@@ -8,10 +8,10 @@ import torch.distributed as dist
 from common import launch_runs, make_model, make_samples, read_metrics, serve_json, write_jsonl
 from transformers import AutoModelForCausalLM
 
+from rl2 import teacher
 from rl2.batch import collate
 from rl2.parallel.mesh import init_distributed
-from rl2.trainer import teacher
-from rl2.trainer.teacher import connect
+from rl2.teacher import connect
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.folder import check_model
 from rl2.parallel.mesh import init_distributed
-from rl2.trainer.ppo_run import set_up
+from rl2.ppo_setup import set_up
 from rl2.worker import Worker
 
 

@@ -14,7 +14,6 @@ from rl2.batch import Batch
 from rl2.config.schema import SFTConfig
 from rl2.model.token_model import TokenScores
 from rl2.trainer import sft
-from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
 
@@ -47,7 +46,7 @@ def start(config: SFTConfig) -> None:
 
 
 def main() -> None:
-    launch(Trainer(SFTConfig, start))
+    launch(SFTConfig, start)
 
 
 if __name__ == "__main__":

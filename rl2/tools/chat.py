@@ -38,8 +38,8 @@ def talk(path: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from rl2.config.schema import PromptConfig
+    from rl2.inputs import make_chat_template
     from rl2.model.classes import language_model_class
-    from rl2.trainer.inputs import make_chat_template
 
     disable_progress_bar()
     config = AutoConfig.from_pretrained(path)

@@ -23,11 +23,12 @@ from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig, worker_names
 from rl2.model.classes import language_model_class
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.parallel.device import GIB, PLANNED_DEVICE
+from rl2.ppo_setup import SHARE_BESIDE_TRAINER
 from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
-from rl2.trainer.ppo_run import SHARE_BESIDE_TRAINER, make_models
+from rl2.trainer.ppo_run import make_models
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Reference, Worker

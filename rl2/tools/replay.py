@@ -5,6 +5,7 @@ changes no weights: evaluations, checkpoints, exports, services. RUN is only rea
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -149,16 +150,16 @@ def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> No
 
     from rl2.config.conditions import count_samplers
     from rl2.config.parse import parse
-    from rl2.config.schema import worker_names
+    from rl2.config.schema import TRAINER_CONFIGS, worker_names
     from rl2.parallel.worlds import is_sampler
     from rl2.run.signals import guard
-    from rl2.trainer import dpo, ppo, rm, sft
     from rl2.trainer.ppo_run import PPORun, SamplerRun
 
-    trainers: Any = {m.TRAINER.config_class.__name__: m for m in (ppo, sft, dpo, rm)}
-    trainer = trainers[read_object(source / "run.json")["identity"]["trainer"]]
+    kind = read_object(source / "run.json")["identity"]["trainer"]
+    [command] = [name for name, root in TRAINER_CONFIGS.items() if root.__name__ == kind]
+    trainer: Any = importlib.import_module(f"rl2.trainer.{command}")
     words = ["--config-dir", str(source), "--config-name", "config.yaml"]
-    config: Any = parse(trainer.TRAINER.config_class, words)
+    config: Any = parse(TRAINER_CONFIGS[command], words)
     config.trainer.save_dir = str(out)
     config.trainer.resume = str(checkpoint or "auto")
     config.trainer.save_freq = None
@@ -171,12 +172,12 @@ def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> No
             if is_sampler(count_samplers(config)):
                 SamplerRun(config).run()
                 return
-            make_run = PPORun if trainer is ppo else trainer.make_run
+            make_run = PPORun if command == "ppo" else trainer.make_run
             job: Any = make_run(config)
             job.recorder.evaluate = None
             job.recorder.num_steps = step  # schedules are those of the whole run
             trainer.train(job)
-            if trainer is ppo:
+            if command == "ppo":
                 job.close()
             dist.destroy_process_group()
     except SystemExit as error:

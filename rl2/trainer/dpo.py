@@ -24,7 +24,6 @@ from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, to_samples
 from rl2.data.formats import labels
 from rl2.model.token_model import TokenScores
-from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
 
@@ -149,11 +148,8 @@ def start(config: DPOConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(DPOConfig, start)
-
-
 def main() -> None:
-    launch(TRAINER)
+    launch(DPOConfig, start)
 
 
 if __name__ == "__main__":

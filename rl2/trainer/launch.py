@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from rl2.config.parse import accept, compose, let_hydra_answer, read_command
 from rl2.error_report import Diverged
+from rl2.in_process import train_job
+from rl2.recorder import Recorder
 from rl2.run.signals import guard
-from rl2.trainer.inside import Trainer, train_job
-from rl2.trainer.recorder import Recorder
 
 
 class Run(Protocol):
@@ -21,15 +21,17 @@ class Run(Protocol):
         """Saves the final model and ends the process group."""
 
 
-def launch(trainer: Trainer) -> None:
-    """The main of a trainer: trains as the arguments of the process say."""
-    root = trainer.config_class
+def launch(root: type, start: Callable[[Any], None]) -> None:
+    """The main of a trainer: start(config) trains as the arguments of the process say.
+
+    `root` is the class of its config.
+    """
     arguments = read_command(root, sys.argv[1:])
     if arguments.options:
-        let_hydra_answer(root, arguments, partial(train_job, trainer))
+        let_hydra_answer(root, arguments, partial(train_job, start))
     config: Any = accept(compose(root, arguments))
     with guard(config.trainer.watchdog):
-        trainer.start(config)
+        start(config)
 
 
 def train_and_finish(run: Run, train: Callable[[Any], None]) -> None:

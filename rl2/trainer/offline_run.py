@@ -10,18 +10,18 @@ from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
-from rl2.model.folder import load_tokenizer
-from rl2.parallel.mesh import init_distributed
-from rl2.report.health import with_names
-from rl2.run.checkpoints import Parts
-from rl2.run.folder import RunFolder
-from rl2.trainer.inputs import (
+from rl2.inputs import (
     check_lora,
     count_steps,
     make_chat_template,
     read_examples,
 )
-from rl2.trainer.recorder import Recorder
+from rl2.model.folder import load_tokenizer
+from rl2.parallel.mesh import init_distributed
+from rl2.recorder import Recorder
+from rl2.report.health import with_names
+from rl2.run.checkpoints import Parts
+from rl2.run.folder import RunFolder
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics

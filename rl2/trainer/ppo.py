@@ -28,6 +28,7 @@ from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, Ro
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
 from rl2.parallel.worlds import is_sampler
+from rl2.recorder import is_due
 from rl2.rollout.stats import (
     add_ages,
     mask_truncated,
@@ -38,10 +39,8 @@ from rl2.rollout.stats import (
     to_records,
     training_samples,
 )
-from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
-from rl2.trainer.recorder import is_due
 
 
 def train(run: PPORun) -> None:
@@ -365,11 +364,8 @@ def start(config: PPOConfig, functions: Functions | None = None) -> None:
         train_and_finish(PPORun(config, functions=functions), train)
 
 
-TRAINER = Trainer(PPOConfig, start)
-
-
 def main() -> None:
-    launch(TRAINER)
+    launch(PPOConfig, start)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from rl2.config.schema import RMConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.data.formats import pair_margin
 from rl2.model.token_model import TokenScores
-from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
 
@@ -87,11 +86,8 @@ def start(config: RMConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(RMConfig, start)
-
-
 def main() -> None:
-    launch(TRAINER)
+    launch(RMConfig, start)
 
 
 if __name__ == "__main__":

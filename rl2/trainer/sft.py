@@ -16,7 +16,6 @@ from rl2.batch import Batch, collate
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.inside import Trainer
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import Measure, OfflineRun
 
@@ -66,11 +65,8 @@ def start(config: SFTConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(SFTConfig, start)
-
-
 def main() -> None:
-    launch(TRAINER)
+    launch(SFTConfig, start)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
-from rl2.trainer.inputs import (
+from rl2.inputs import (
     check_length,
     make_examples,
     print_once,
@@ -40,7 +40,7 @@ def _find_hint_problems(config: PPOConfig, rows: dict[str, Rows], envs: list[Env
     hint = config.teacher.hint
     if not hint:
         return
-    from rl2.trainer.teacher import fill_in
+    from rl2.teacher import fill_in
 
     if any(env.has_object or env.spec.agent for env in envs):
         reason = "the environment's make_env, run or play makes the prompts, which get no hint"

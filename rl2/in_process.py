@@ -11,10 +11,9 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,30 +28,22 @@ from rl2.config.engines import choose_engine
 from rl2.config.parse import compose, make_config
 from rl2.config.problem import ConfigError, general_problem, refuse
 from rl2.config.schema import PPOConfig
+from rl2.python_inputs import Inputs, remove
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import BorrowedSignals, user_errors
 from rl2.run.watchdog import Watchdog
 from rl2.thread_exceptions import raise_in_thread
-from rl2.trainer.given import Inputs, remove
 
 Result = TypeVar("Result")
 
 _is_training = threading.Lock()  # one run at a time: it has the process group and the phase
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """A trainer of rl2, as `launch` and `rl2.train` start it."""
-
-    config_class: type
-    start: Callable[..., None]  # trains with a config
-
-
-def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
+def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Path:
     """Trains in this process and returns the run folder. All threads but this one go on.
 
-    `functions` are the environment of PPO, or empty. ConfigError lists the problems of the keys;
-    RuntimeError if this process has a run, a process group or other ranks.
+    `root` is the class of the config, and start(config) trains. ConfigError lists the problems of
+    the keys; RuntimeError if this process has a run, a process group or other ranks.
     """
     if "RANK" in os.environ:
         raise RuntimeError(
@@ -68,34 +59,31 @@ def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Calla
                 "own: call torch.distributed.destroy_process_group() first"
             )
         with BorrowedSignals():
-            return _call_beside_event_loop(partial(_train, trainer, inputs, functions))
+            return _call_beside_event_loop(partial(_train, root, inputs, start))
     finally:
         _is_training.release()
 
 
-def _train(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
+def _train(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Path:
     with _own_process():
-        config = _make_config(trainer.config_class, inputs)
+        config = _make_config(root, inputs)
         _check_engine(config)
-        _start(trainer, config, functions)
+        _start(start, config)
     return Path(config.trainer.save_dir).absolute()
 
 
-def train_job(trainer: Trainer, config: Any) -> None:
+def train_job(start: Callable[[Any], None], config: Any) -> None:
     """Trains with the config, after and before other runs of this process: a job of --multirun."""
     if "RANK" in os.environ:
         advice = "start it without torchrun, or one torchrun for each value"
         refuse([general_problem(f"--multirun runs its jobs in one process: {advice}")])
     with BorrowedSignals(), user_errors(), _own_process():
-        _start(trainer, config, {})
+        _start(start, config)
 
 
-def _start(trainer: Trainer, config: Any, functions: Mapping[str, Callable]) -> None:
+def _start(start: Callable[[Any], None], config: Any) -> None:
     with Watchdog(config.trainer.watchdog), suppress(AllStepsDone):
-        if functions:
-            trainer.start(config, functions)
-        else:
-            trainer.start(config)
+        start(config)
 
 
 def _make_config(root: type, inputs: Inputs) -> Any:

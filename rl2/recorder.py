@@ -246,4 +246,4 @@ class Recorder:
 
 def is_due(step: int, every: int | None) -> bool:
     """Returns whether what happens every `every` steps (None = never) happens at this step."""
-    return bool(every) and step % every == 0
+    return every is not None and step % every == 0
