@@ -34,7 +34,7 @@ from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
 from rl2.run.checkpoints import export_optimizer
-from rl2.trainer.ppo import has_moved
+from rl2.trainer.ppo import ratio_is_too_high
 from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -355,7 +355,7 @@ def test_an_update_that_its_loss_skips_moves_nothing(tmp_path, device):
 
     def update(limit):
         config = ActorConfig(skip_threshold=limit)
-        skip = partial(has_moved, config, batch)
+        skip = partial(ratio_is_too_high, config, batch)
         return worker.update(batch, loss_with_ratio, with_entropy=True, skip=skip)
 
     result = update(2.9)

@@ -46,6 +46,12 @@ def reward_parts(trajectories: list[Trajectory], batch: Batch) -> dict[str, Rewa
     return parts
 
 
+def summarise_step(trajectories: list[Trajectory], version: int) -> dict[str, float]:
+    """Returns the metrics of the rollout of a training step, as a whole and by source."""
+    whole = summarise(trajectories, version) | summarise_groups(trajectories)
+    return whole | summarise_sources(trajectories, version)
+
+
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     """Returns means over trajectories of rewards and lengths, by the name of the metric.
 
@@ -166,19 +172,15 @@ def mask_truncated(batch: Batch, trajectories: list[Trajectory]) -> None:
 
 
 def to_records(
-    trajectories: list[Trajectory],
-    batch: Batch | None = None,
-    saved: dict[str, np.ndarray] | None = None,
+    trajectories: list[Trajectory], batch: Batch | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields what the run folder keeps, in the order of the data.
 
     With the `batch` made of them, the record of a trajectory in it has its advantage: the mean over
-    its trained tokens. The tokens to keep, `saved`, get columns of the batch. Only the first
-    process reads the records, and a record is made when it is read.
+    its trained tokens. Only the first process reads the records, and a record is made when it is
+    read.
     """
     advantages = {} if batch is None else _mean_advantages(batch)
-    if batch is not None and saved:
-        add_token_columns(saved, batch)
     for trajectory in in_order(trajectories):
         record = trajectory.record()
         if trajectory.id in advantages:

@@ -31,11 +31,10 @@ from rl2.parallel.worlds import is_sampler
 from rl2.recorder import is_due
 from rl2.rollout.stats import (
     add_ages,
+    add_token_columns,
     mask_truncated,
     reward_parts,
-    summarise,
-    summarise_groups,
-    summarise_sources,
+    summarise_step,
     to_records,
     training_samples,
 )
@@ -51,10 +50,10 @@ def train(run: PPORun) -> None:
 
 
 def train_step(run: PPORun, step: int) -> bool:
-    """Samples a rollout and trains on it: the whole algorithm. Returns whether the run ends here.
+    """Samples a rollout and trains on it: the whole algorithm. Returns whether to stop here.
 
-    Every process holds the same `batch` and runs the same lines. The workers and engines split the
-    work of forward, backward and generate. The batch is local, so the next rollout has its memory.
+    Every process that trains holds the same `batch`, in host memory, and runs the same lines. The
+    workers and engines split the work of forward, backward and generate.
     """
     config, recorder = run.config, run.recorder
     actor, critic = config.actor, config.critic
@@ -65,8 +64,7 @@ def train_step(run: PPORun, step: int) -> bool:
     with recorder.phase("rollout"):
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
-    metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
-    metrics |= summarise_sources(trajectories, run.actor.version) | run.sampling.metrics
+    metrics = summarise_step(trajectories, run.actor.version) | run.sampling.metrics
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
 
@@ -97,7 +95,7 @@ def train_step(run: PPORun, step: int) -> bool:
                 partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef),
                 temperature,
                 with_entropy=needs_entropy(actor),
-                skip=partial(has_moved, actor, minibatch),
+                skip=partial(ratio_is_too_high, actor, minibatch),
                 teacher=run.full_kl_teacher,
             )
             updates.append(result.to_log(minibatch.token_weights.sum().item()))
@@ -117,14 +115,15 @@ def train_step(run: PPORun, step: int) -> bool:
         if is_due(step, config.kl.update_freq):
             run.moving_reference().copy_weights(run.actor)
 
-    # The next rollout is sampled with the weights of this update; with rollout.num_processes, a
-    # later one: the other processes have sampled the next one meanwhile.
+    # The evaluation of this step and the next rollout are sampled with the weights of this update.
+    # With rollout.num_processes it is a later rollout: the samplers, which take no weights while
+    # they play, have sampled the next one meanwhile.
     run.wait_for_samplers()
     with recorder.phase("sync"):
         run.sync(step)
-    return recorder.finish_step(
-        step, metrics, to_records(trajectories, batch, run.tokens), run.tokens
-    )
+    if run.tokens:
+        add_token_columns(run.tokens, batch)
+    return recorder.finish_step(step, metrics, to_records(trajectories, batch), run.tokens)
 
 
 def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float]:
@@ -183,7 +182,7 @@ def score_hinted(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
     """Yields what the worker is trained on in this step; nothing while it is frozen.
 
-    Each pass over the rollout shuffles it differently.
+    Each pass over the rollout cuts it differently, unless it is one mini-batch.
     """
     if step <= config.freeze_steps:
         return
@@ -192,8 +191,8 @@ def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterat
         yield from split_minibatches(batch, config.update_per_rollout, seed)
 
 
-def has_moved(config: ActorConfig, minibatch: Batch, metrics: dict[str, float]) -> bool:
-    """Whether to skip the update: the mean ratio of its loss is above the limit."""
+def ratio_is_too_high(config: ActorConfig, minibatch: Batch, metrics: dict[str, float]) -> bool:
+    """Whether to skip the update: the mean ratio of its loss is above actor.skip_threshold."""
     limit = config.skip_threshold
     return limit is not None and metrics["ratio"] > limit * minibatch.token_weights.sum().item()
 
@@ -201,7 +200,7 @@ def has_moved(config: ActorConfig, minibatch: Batch, metrics: dict[str, float]) 
 def needs_old_logps(config: PPOConfig) -> bool:
     """Whether to score the rollout before the update.
 
-    With one update a rollout the policy that sampled is the current one, so the update scores it.
+    With one update a rollout the current policy is the old one, so the update scores it.
     """
     estimator_needs = find_estimator(config.adv.estimator).needs
     return bool(
@@ -283,7 +282,7 @@ def actor_loss(
 ) -> losses.LossAndMetrics:
     """The actor's loss on whole sequences [b, T]: policy gradient, KL terms and entropy bonus."""
     logps, weights = scores.logps, batch.token_weights
-    # With one update a rollout the policy that sampled is the current one.
+    # With one update a rollout the current policy is the old one.
     old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
     # The engine computes other probabilities than the trainer, so it samples a little off-policy.
     correction = None
