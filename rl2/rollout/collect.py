@@ -61,7 +61,7 @@ class StepGroups:
             group_id = self.groups[-1].id + 1
             first_trajectory = self.groups[-1].trajectories[-1].id + 1
         group = begin_group(group_id, prompt, self.samples_per_prompt, first_trajectory)
-        group.rows_done = self.cursor.position
+        group.data_position = self.cursor.position
         return group
 
 
@@ -127,7 +127,7 @@ class Collector:
         if self.add_hints:
             self.add_hints(own)
         trajectories = self._gather(own, "train", step)
-        board.clear()
+        board.clear()  # every process has gathered, so none reads it any more
         self._check_part_names(trajectories)
         for shape in self.shapes:
             shape(trajectories)
@@ -173,7 +173,7 @@ class Collector:
                 for number, group in part.items():
                     groups.replace(number, group)
                     num_kept = max(num_kept, number + 1)
-        self.cursor.position = groups.get(num_kept - 1).rows_done
+        self.cursor.position = groups.get(num_kept - 1).data_position
         return groups.groups[length:num_kept]
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
@@ -201,8 +201,8 @@ class Collector:
     ) -> list[Trajectory]:
         """Plays each prompt `num_samples` times, shared among the engines.
 
-        `split` (train | test | test_NAME) and `step` name the randomness. Returns what `collect`
-        returns.
+        `split` (train | test | test_NAME) and `step` name the environment's trajectories; all test
+        sets have the same random numbers. Returns what `collect` returns, unfiltered.
 
         RuntimeError if the environment failed on more trajectories than it may.
         """
@@ -210,9 +210,11 @@ class Collector:
             begin_group(i, prompt, num_samples, i * num_samples) for i, prompt in enumerate(prompts)
         ]
         schedule = GroupSchedule(num_needed=len(groups), most=len(groups))
-        played = self._play(groups.__getitem__, schedule, GroupBoard(), params, split, step)
+        board = GroupBoard()
+        played = self._play(groups.__getitem__, schedule, board, params, split, step)
         own = [trajectory for group in played.values() for trajectory in group.trajectories]
         trajectories = self._gather(own, split, step)
+        board.clear()
         place_rewards(trajectories)
         return trajectories
 
@@ -271,22 +273,23 @@ class Collector:
         self.cursor.position = state["position"]["rows_done"]
         self.cursor.rows_done = state["rows_done"]
         carried_over = pickle.loads(state["carried_over"])
-        # Earlier versions of rl2 carried calls of the environment over too.
-        self.carried_over = [_restart(g) if _waits_for_env(g) else g for g in carried_over]
+        self.carried_over = [_read_group(group) for group in carried_over]
 
 
 def _restart(group: Group) -> Group:
     """Returns a new start of the group, without tokens."""
     first = group.trajectories[0].id
     again = begin_group(group.id, group.prompt, len(group.trajectories), first)
-    again.rows_done = group.rows_done
+    again.data_position = group.data_position
     return again
 
 
-def _waits_for_env(group: Group) -> bool:
-    """Whether a call of the environment was under way in a group of an old checkpoint."""
-    fields = [vars(trajectory) for trajectory in group.trajectories]
-    return any(t.get("unanswered") or t.get("unscored") for t in fields)
+def _read_group(group: Group) -> Group:
+    """Returns the group of a checkpoint; a new start of it, if an earlier release wrote it."""
+    if "rows_done" not in vars(group):
+        return group
+    group.data_position = vars(group)["rows_done"]
+    return _restart(group)
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
@@ -301,11 +304,10 @@ def check_part_name(setting: str, name: str | None, part_names: set[str]) -> Non
 def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:
     """Notes what rollout.filter decides, and takes the samples of what it rejects."""
     for number, group in groups.items():
+        passes = schedule.passes_filter(number)
         for trajectory in group.trajectories:
-            if schedule.passes_filter(number):
-                trajectory.filter_status = FilterStatus.PASSED
-            else:
-                trajectory.filter_status = FilterStatus.REJECTED
+            trajectory.filter_status = FilterStatus.PASSED if passes else FilterStatus.REJECTED
+            if not passes:
                 trajectory.samples = []
 
 

@@ -102,5 +102,6 @@ class GroupBoard:
         return mean_scores
 
     def clear(self) -> None:
-        """Removes the posts, when every process has read what it needs."""
+        """Removes claims and posts, when every process has read what it needs."""
+        self.store.delete_key(f"{self.key}/begun")
         self.store.delete_key(self.key)

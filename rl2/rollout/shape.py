@@ -1,7 +1,4 @@
-"""What happens to the trajectories of a step between collecting and training: a list of functions.
-
-Each shape is a function of all trajectories of the step, on every process.
-"""
+"""Shaping of rewards: functions of a step's trajectories, before the rewards lie on tokens."""
 
 from collections.abc import Callable
 

@@ -160,7 +160,7 @@ class Group:
     id: int
     prompt: Example
     trajectories: list[Trajectory]
-    rows_done: int = 0  # the position in the data after its prompt
+    data_position: int = 0  # that of the data after its prompt
     is_scored: bool = False  # it has the rewards of group_reward_fn
 
     @property
