@@ -30,7 +30,7 @@ from rl2.config.problem import ConfigError, general_problem, refuse
 from rl2.config.schema import PPOConfig
 from rl2.python_inputs import Inputs, remove
 from rl2.run.folder import AllStepsDone
-from rl2.run.signals import BorrowedSignals, user_errors
+from rl2.run.signals import StopSignal, user_errors
 from rl2.run.watchdog import Watchdog
 from rl2.thread_exceptions import raise_in_thread
 
@@ -58,7 +58,7 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
                 "this process has a torch.distributed process group, and a run needs one of its "
                 "own: call torch.distributed.destroy_process_group() first"
             )
-        with BorrowedSignals():
+        with StopSignal():
             return _call_beside_event_loop(partial(_train, root, inputs, start))
     finally:
         _is_training.release()
@@ -77,7 +77,7 @@ def train_job(start: Callable[[Any], None], config: Any) -> None:
     if "RANK" in os.environ:
         advice = "start it without torchrun, or one torchrun for each value"
         refuse([general_problem(f"--multirun runs its jobs in one process: {advice}")])
-    with BorrowedSignals(), user_errors(), _own_process():
+    with StopSignal(), user_errors(), _own_process():
         _start(start, config)
 
 

@@ -18,7 +18,7 @@ from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
-from rl2.run.signals import StopSignal
+from rl2.run.signals import find_stop_signal
 from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
 
@@ -69,7 +69,7 @@ class Recorder:
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
-        self.stop_signal = StopSignal(device)
+        self.stop_signal = find_stop_signal()
         self.is_stopping = False  # after this step, as a signal asks
         self.lacks_test = False  # this step, which the launch that resumes makes up for
         self.watchers = [
@@ -116,7 +116,7 @@ class Recorder:
         a step is left to the next launch: a machine that takes its processes away gives them
         seconds.
         """
-        self.is_stopping = self.stop_signal.is_requested_anywhere()
+        self.is_stopping = self.stop_signal.is_requested_anywhere(self.device)
         self.lacks_test = self.is_stopping and self._is_test_due(step)
         if self.lacks_test and is_first_rank():
             print(f"the evaluation of step {step} is left out; the same command does it first")
@@ -124,7 +124,7 @@ class Recorder:
             tests = self._evaluate(step)
             metrics = metrics | tests
             self._judge(step, tests)
-            self.is_stopping = self.stop_signal.is_requested_anywhere()
+            self.is_stopping = self.stop_signal.is_requested_anywhere(self.device)
         # From here on the other ranks generate, unless this step is saved; only the first writes.
         if records is not None:
             self.folder.write_records("train", step, records, tokens)

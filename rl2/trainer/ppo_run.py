@@ -36,7 +36,7 @@ from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
-from rl2.run.signals import StopSignal
+from rl2.run.signals import find_stop_signal
 from rl2.worker import Reference, Worker
 
 
@@ -202,7 +202,7 @@ class SamplerRun:
         setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None and setup.link is not None
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
-        self.stop_signal = StopSignal(setup.device)
+        self.stop_signal = find_stop_signal()
         collector, evaluator = self.sampling.collector, self.sampling.evaluator
         self.serving = Serving(setup.link, collector, evaluator, self._listen)
 
