@@ -116,24 +116,27 @@ class Checkpoints:
         """Restores all parts from a step_N folder, and the random states.
 
         `saved_by` processes wrote it. If there are more or fewer now, each process keeps its own
-        random states. `hashes` are those that `hash_states` gave of what was saved. ValueError if
-        the checkpoint is of another model; RuntimeError if it is damaged.
+        random states. `hashes` are those that `hash_states` gave of what was saved. RuntimeError if
+        the checkpoint is damaged, or of another model.
         """
         states = {name: part.state_dict() for name, part in parts.items()}
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        except Failure as error:
-            raise RuntimeError(explain_damage(path, describe_failure(error))) from error
-        asked = flatten_state_dict(states)[0]
-        _check_fits(path, saved, asked)
-        try:
             dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
         except Failure as error:
             raise RuntimeError(explain_damage(path, describe_failure(error))) from error
-        # Saved rollouts ask for less of the data's position than may have been saved.
-        skipped = {key.partition(".")[0] for key in saved if key not in asked}
-        hashes = {name: text for name, text in (hashes or {}).items() if name not in skipped}
-        _check_hashes(path, hashes, hash_states(parts, states))
+        # It may have further parts, and saved rollouts ask for less of the data's position. But of
+        # a model all weights are read.
+        unread = saved.keys() - flatten_state_dict(states)[0].keys()
+        for key in sorted(unread):
+            if key.startswith(tuple(f"{name}.model." for name in parts)):
+                raise RuntimeError(explain_damage(path, f"this run has no {key}"))
+        skipped = {key.partition(".")[0] for key in unread}
+        for name, loaded in hash_states(parts, states).items():
+            expected = (hashes or {}).get(name, loaded)
+            if loaded != expected and name not in skipped:
+                reason = f"its {name} has the hash {loaded} and was saved with {expected}"
+                raise RuntimeError(explain_damage(path, reason))
         try:
             for name, part in parts.items():
                 part.load_state_dict(states[name])
@@ -178,7 +181,10 @@ def explain_damage(path: Path, reason: str) -> str:
     remedy = "trainer.resume=off starts over"
     if earlier:
         remedy = f"trainer.resume={earlier} resumes from the one before"
-    return f"the checkpoint {path} is damaged: {reason}; {remedy}"
+    return (
+        f"the checkpoint {path} is damaged: {reason} (or is it of another model, or version of "
+        f"rl2?); {remedy}"
+    )
 
 
 def describe_failure(error: BaseException) -> str:
@@ -186,37 +192,6 @@ def describe_failure(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def _check_hashes(path: Path, saved: dict[str, str], loaded: dict[str, str]) -> None:
-    """RuntimeError if what was read is not what was saved."""
-    for name in saved.keys() & loaded.keys():
-        if saved[name] != loaded[name]:
-            reason = f"its {name} has the hash {loaded[name]} and was saved with {saved[name]}"
-            raise RuntimeError(explain_damage(path, reason))
-
-
-def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> None:
-    """ValueError unless the checkpoint has the entries of the states, in their shapes.
-
-    It may have further parts. Of a part that is asked for it must not have further weights.
-    """
-    problem = ""
-    for key, value in states.items():
-        shape = list(getattr(value, "shape", []))
-        if key not in saved:
-            problem = f"it has no {key}"
-        elif shape != list(getattr(saved[key], "size", [])):
-            problem = f"{key} is {list(saved[key].size)} there and {shape} in this run"
-    models = {key.partition(".")[0] + ".model." for key in states}
-    for key in saved:
-        if key.startswith(tuple(models)) and key not in states:
-            problem = f"this run has no {key}"
-    if problem:
-        raise ValueError(
-            f"the checkpoint {path} is of another model, or another version of rl2: {problem}; "
-            "trainer.resume=off starts over"
-        )
 
 
 # Folders that are whole or absent.

@@ -23,12 +23,11 @@ from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, broadcast_object
 from rl2.parallel.rank import is_first_rank
 from rl2.run.best import Best, start_best
-from rl2.run.changes import LENGTH, identify
 from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
 from rl2.run.records import MetricsFile, write_object, write_text
-from rl2.run.start import BEST_MODEL, Start, find_start, read_record
+from rl2.run.start import BEST_MODEL, LENGTH, Start, find_start, identify, read_record
 from rl2.run.weights_hash import hash_states
 
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
@@ -78,26 +77,21 @@ class RunFolder:
         start, problem = Start(), ""
         try:
             if self.is_first:
-                self._lock()
+                self.lock.acquire()
                 sweep(self.path, "model")
                 sweep(self.path, BEST_MODEL)
                 sweep(self.checkpoints.folder, "step_")
                 start = find_start(self.config, self.identity)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             problem = str(error)
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else str(error)
+            problem = f"trainer.save_dir={self.path} cannot be written: {reason}"
+            problem += "; choose another folder"
         start, problem = broadcast_object((start, problem))
         if problem:
             raise ValueError(problem)
         return start
-
-    def _lock(self) -> None:
-        try:
-            self.lock.acquire()
-        except OSError as error:
-            reason = "it is a file" if self.path.is_file() else str(error)
-            raise ValueError(
-                f"trainer.save_dir={self.path} cannot be written: {reason}; choose another folder"
-            ) from error
 
     def _compare_ranks(self) -> None:
         """ValueError names the ranks that differ from the first one."""

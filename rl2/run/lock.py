@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -75,12 +74,9 @@ class RunLock:
             f"{self.path} is of process {owner['pid']} on {owner['host']}: waiting "
             f"{WATCH_SECONDS:.0f} s to see whether that run goes on"
         )
-        before, ends = self.path.stat().st_mtime_ns, time.monotonic() + WATCH_SECONDS
-        while time.monotonic() < ends:
-            time.sleep(BEAT_SECONDS / 4)
-            if self.path.stat().st_mtime_ns != before:
-                return True
-        return False
+        before = self.path.stat().st_mtime_ns
+        time.sleep(WATCH_SECONDS)
+        return self.path.stat().st_mtime_ns != before
 
     def _beat(self) -> None:
         while not self.is_released.wait(BEAT_SECONDS):
@@ -88,19 +84,12 @@ class RunLock:
                 os.utime(self.path)
 
     def release(self) -> None:
-        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this.
-
-        A folder that has nothing else, as after a failed start, is removed.
-        """
+        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this."""
         if self.held is None or self.is_released.is_set() or os.getpid() != self.pid:
             return
         self.is_released.set()
         self.held.close()
-        if not self.path.exists():  # the folder is gone
-            return
-        if os.listdir(self.run_folder) == ["lock"]:
-            shutil.rmtree(self.run_folder, ignore_errors=True)
-        else:
+        if self.path.exists():  # or the folder is gone
             self.path.write_text("{}")
 
     def _explain(self, owner: dict[str, Any]) -> str:
