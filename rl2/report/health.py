@@ -250,10 +250,8 @@ def _find_lack_of_training(metrics: Metrics, config: Any, num_groups: float) -> 
             f"rollout.max_refills={config.rollout.max_refills} refills"
         )
         yield Problem("taught nothing", reason)
-    elif "actor/lr" not in metrics:
-        freeze_steps = config.actor.freeze_steps
-        reason = f"actor.freeze_steps={freeze_steps} does not update it in the first steps"
-        yield Problem("did not train the actor", reason)
+    elif "actor/lr" not in metrics:  # in the first actor.freeze_steps
+        return
     elif metrics["actor/grad_norm"] == 0 and metrics["rollout/zero_variance"] == 1:
         yield Problem("taught nothing", _equal_rewards(metrics, config))
     elif metrics["actor/grad_norm"] == 0:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -161,7 +160,6 @@ class MetricsLog:
             cleanup.register(self._close_loggers, at_exit=False)
         self._print(warn_of_checkpoints(config))
         self.last_write = time.perf_counter()
-        self.last_cpu_seconds = time.process_time()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -197,10 +195,7 @@ class MetricsLog:
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
         if num_tokens:
             line["tokens/per_second"] = num_tokens / step_seconds
-        cpu_seconds = time.process_time()
-        line["resources/cpu_cores"] = (cpu_seconds - self.last_cpu_seconds) / step_seconds
-        self.last_cpu_seconds = cpu_seconds
-        line |= measure_machine(self.folder)
+        line["memory/peak_gib"] = measure_peak_gib()
         problems = self.health.check(line)
         if self.file is not None:
             self.file.write(line, hashes, {problem.name: problem.reason for problem in problems})
@@ -220,7 +215,6 @@ class MetricsLog:
             for logger in self.loggers:
                 logger.log(step, line)
         self.last_write = time.perf_counter()
-        self.last_cpu_seconds = time.process_time()
 
     def _hash_weights(self) -> dict[str, str]:
         if not self.workers:
@@ -266,19 +260,8 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def measure_machine(folder: Path) -> dict[str, float]:
-    """What is in use now in GiB: of this machine, its disk with `folder`, and this process's peak.
-
-    The peak is that of its GPU, if there is one.
-    """
-    memory = psutil.virtual_memory()
-    used = {
-        "memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "resources/host_gib": (memory.total - memory.available) / GIB,
-        "resources/disk_free_gib": psutil.disk_usage(str(folder)).free / GIB,
-    }
+def measure_peak_gib() -> float:
+    """The peak of this process's memory: that of its GPU, if there is one."""
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used["resources/gpu_gib"] = (total - free) / GIB
-        used["memory/peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return used
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -12,7 +12,7 @@ const SECTIONS = [
   ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|visible_update|clip_ratio|accuracy|margin)$/, /^critic\//]],
   ["Engine and trainer", [/^actor\/(mismatch|effective)/]],
   ["Sources", [/^sources\//]],
-  ["Time and memory", [/^time\/step$/, /^(time|memory|resources)\//, /^tokens\/per_second$/]],
+  ["Time and memory", [/^time\/step$/, /^(time|memory)\//, /^tokens\/per_second$/]],
   ["Others", [/./]],
 ];
 // Their charts reach from 0 to 1. A reward is one if all its values are between these.

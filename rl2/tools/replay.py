@@ -7,7 +7,6 @@ changes no weights: evaluations, checkpoints, exports, services. RUN is only rea
 import argparse
 import importlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from rl2.report.saved import Record, read_lines
 from rl2.run.records import read_object
 
 # What differs from run to run. A warning may be about the cores of the machine.
-TIMED = ("time/", "overlap/", "memory/", "resources/", "tokens/per_second", "warnings")
+TIMED = ("time/", "overlap/", "memory/", "tokens/per_second", "warnings")
 # Of a launch in run.json: what may change numbers.
 FACTS = ("cpu", "gpu", "threads", "commit", "code")
 # What an answer is compared by, in the order in which a step makes it. It may lack some of it.
@@ -32,9 +31,6 @@ PARTS = (
 )
 NOTHING = "nothing"  # where only one of the two has a value
 SHOWN = 80  # characters of a value
-# Kernels of GPUs may add in any order: numbers may differ by this much, or by this fraction, and
-# the hash of the weights is not compared. No replay has been tried on a GPU.
-GPU_TOLERANCE = 1e-2
 
 
 def main() -> None:
@@ -96,7 +92,7 @@ def replay(run: Path, step: int, out: Path | None) -> str:
         return ""
     if step not in read_metrics(out):
         raise RuntimeError(f"it was stopped before the end of step {step}")
-    return report(run, out, range(first, step + 1), has_gpu=bool(launch.get("gpu")))
+    return report(run, out, range(first, step + 1))
 
 
 def read_metrics(run: Path) -> dict[int, Record]:
@@ -184,11 +180,9 @@ def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> No
         sys.exit(2 if error.code else 0)
 
 
-def report(run: Path, again: Path, steps: range, has_gpu: bool) -> str:
+def report(run: Path, again: Path, steps: range) -> str:
     """Prints what has changed since the run, and the first difference. Returns this one, or ""."""
-    if has_gpu:
-        print(f"on a GPU: compared with a tolerance of {GPU_TOLERANCE}, without the weights' hash")
-    found = find_difference(run, again, steps, GPU_TOLERANCE if has_gpu else None)
+    found = find_difference(run, again, steps)
     before, now = (describe_launch(folder, steps[-1]) for folder in (run, again))
     names = [name for name in before if name in now and before[name] != now[name]]
     if names:
@@ -207,25 +201,20 @@ def describe_launch(run: Path, step: int) -> Record:
     return facts | {f"contents.{name}": text[:12] for name, text in contents.items()}
 
 
-def find_difference(
-    run: Path, again: Path, steps: Iterable[int], gpu_tolerance: float | None = None
-) -> str:
+def find_difference(run: Path, again: Path, steps: Iterable[int]) -> str:
     """Returns the first difference of a run and its replay in words; "" if there is none.
 
-    Times and memory are not compared, and neither is what only one of the two has recorded. With
-    `gpu_tolerance`, numbers are equal if they differ by it at most, or by this fraction of the
-    larger one, and hashes of the weights are not compared.
+    Times and memory are not compared, and neither is what only one of the two has recorded.
     """
-    left_out = TIMED if gpu_tolerance is None else (*TIMED, "weights")
     first, second = read_metrics(run), read_metrics(again)
     for step in steps:
         transcript = Path(f"rollouts/train/step_{step}.jsonl")
         pairs = list(pair_answers(run / transcript, again / transcript))
         old, new = first.get(step, {}), second.get(step, {})
-        names = [name for name in old if name in new and not name.startswith(left_out)]
+        names = [name for name in old if name in new and not name.startswith(TIMED)]
         pairs += [("metrics.jsonl", name, old[name], new[name]) for name in names]
         for place, name, a, b in pairs:
-            if found := compare_values(name, a, b, gpu_tolerance or 0.0):
+            if found := compare_values(name, a, b):
                 return f"step {step}, {place}\n  {found}"
     return ""
 
@@ -244,7 +233,7 @@ def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
             yield f"answer {number} of {place}", part, old[part], new[part]
 
 
-def compare_values(name: str, old: Any, new: Any, tolerance: float) -> str:
+def compare_values(name: str, old: Any, new: Any) -> str:
     """Returns the dotted name of the first part that differs, and both values; "" if none does."""
     pairs: Iterable[tuple[Any, Any, Any]]
     if isinstance(old, dict) and isinstance(new, dict):
@@ -253,16 +242,10 @@ def compare_values(name: str, old: Any, new: Any, tolerance: float) -> str:
         both = enumerate(zip_longest(old, new, fillvalue=NOTHING))
         pairs = ((number, *values) for number, values in both)
     else:
-        return "" if are_equal(old, new, tolerance) else f"{name}: {show_both(str(old), str(new))}"
-    found = (compare_values(f"{name}.{key}", a, b, tolerance) for key, a, b in pairs)
+        is_nan = old != old and new != new  # noqa: PLR0124
+        return "" if old == new or is_nan else f"{name}: {show_both(str(old), str(new))}"
+    found = (compare_values(f"{name}.{key}", a, b) for key, a, b in pairs)
     return next(filter(None, found), "")
-
-
-def are_equal(a: Any, b: Any, tolerance: float) -> bool:
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        is_close = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
-        return is_close or (math.isnan(a) and math.isnan(b))
-    return bool(a == b)
 
 
 def show_both(old: str, new: str) -> str:
