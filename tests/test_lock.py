@@ -40,6 +40,7 @@ def start_holder(folder, ending="sleep"):
 
 def test_a_live_run_keeps_its_folder_and_a_dead_one_does_not(tmp_path):
     assert look_at_lock(tmp_path) == "never"
+    (tmp_path / "config.yaml").touch()  # a folder without files of the run goes with its lock
     holder = start_holder(tmp_path)
     for sent in (None, signal.SIGSTOP):
         if sent:

@@ -114,6 +114,7 @@ sys.stdin.read()
 def test_a_run_that_holds_its_folder_is_running_until_it_lets_go(tmp_path, capsys, monkeypatch):
     """The lock of the run itself, before it has written any metrics."""
     (tmp_path / "new").mkdir()
+    (tmp_path / "new/notes.txt").touch()
     command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "new")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "locked\n"

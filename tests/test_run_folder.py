@@ -801,6 +801,31 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+BAD_STARTS = {
+    "rows": (1, ["data.path=empty.jsonl"]),
+    "model": (2, ["actor.model_name=./missing"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    world, keys = BAD_STARTS[case]
+    folder = tmp_path / "run"
+
+    def start():
+        keys_of_run = [*keys, f"trainer.save_dir={folder}"]
+        done = launch(world, "-m", "rl2.trainer.sft", *setup, *keys_of_run, check=False)
+        assert done.returncode == 1, done.stderr
+
+    start()
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "note.txt").write_text("mine")
+    start()
+    assert (folder / "note.txt").read_text() == "mine"
+
+
 def test_a_failed_start_leaves_the_earlier_run(setup, run):
     before = contents(run)
     launch(1, "-m", "rl2.trainer.sft", *setup, "actor.model_name=./missing", check=False)

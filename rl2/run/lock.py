@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -84,12 +85,19 @@ class RunLock:
                 os.utime(self.path)
 
     def release(self) -> None:
-        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this."""
+        """Lets other runs have the folder. Nothing happens in a child, which has a copy of this.
+
+        A folder that has nothing else, as after a failed start, is removed.
+        """
         if self.held is None or self.is_released.is_set() or os.getpid() != self.pid:
             return
         self.is_released.set()
         self.held.close()
-        if self.path.exists():  # or the folder is gone
+        if not self.path.exists():  # the folder is gone
+            return
+        if os.listdir(self.run_folder) == ["lock"]:
+            shutil.rmtree(self.run_folder, ignore_errors=True)
+        else:
             self.path.write_text("{}")
 
     def _explain(self, owner: dict[str, Any]) -> str:

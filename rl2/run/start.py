@@ -242,7 +242,8 @@ def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Change
         old = before.config.get(name, value)
         has_same_content = _has_same_content(name, before, now)
         if old != value and name not in UNLISTED:
-            changes = experiment if name in EXPERIMENT and not has_same_content else others
+            is_same = has_same_content or _is_same_path(old, value)
+            changes = experiment if name in EXPERIMENT and not is_same else others
             changes[name] = f"{name}: {old} -> {value}"
         elif has_same_content is False:
             changes = experiment if name == DATA else others  # code may be edited
@@ -255,3 +256,10 @@ def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool 
     if name not in before.contents or name not in now.contents:
         return None
     return before.contents[name] == now.contents[name]
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Returns whether both are names of one file or folder."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return False
+    return Path(old).exists() and Path(new).exists() and Path(old).samefile(new)
