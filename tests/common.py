@@ -21,30 +21,10 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    DeepseekV3Config,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    JambaConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    Phi3Config,
-    PhiConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    Starcoder2Config,
 )
 
 from rl2.algorithms.advantages import AdvantageInputs
@@ -74,31 +54,6 @@ RESPONSE_TEMPLATE = {
         "content": {},
     },
 }
-CONFIGS = {
-    "deepseek_v3": DeepseekV3Config,
-    "falcon_h1": FalconH1Config,
-    "gemma2": Gemma2Config,
-    "gemma3": Gemma3TextConfig,
-    "glm4_moe": Glm4MoeConfig,
-    "gpt_oss": GptOssConfig,
-    "jamba": JambaConfig,
-    "lfm2": Lfm2Config,
-    "lfm2_moe": Lfm2MoeConfig,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "nemotron_h": NemotronHConfig,
-    "phi": PhiConfig,
-    "phi3": Phi3Config,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "starcoder2": Starcoder2Config,
-}
-if hasattr(transformers, "GraniteSWAConfig"):  # newer than the oldest transformers of the suite
-    CONFIGS["granite_swa"] = transformers.GraniteSWAConfig
 # Overrides of `make_model` for vLLM, whose attention on a CPU takes no smaller heads.
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 # Small models with sliding windows: overrides of `make_model` by family. The windows are shorter
@@ -108,9 +63,9 @@ WINDOWED = {
     "phi3": {"sliding_window": 6},
     "starcoder2": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }
-WINDOW_THEN_FULL = WINDOWED["gemma3"]
+WINDOW_THEN_FULL = WINDOWED["gemma3_text"]
 # Small models with sinks (gpt_oss, granite_swa), capped logits (gemma2), a biased head (phi).
 SPECIAL = {
     "gemma2": {
@@ -123,7 +78,8 @@ SPECIAL = {
     "granite_swa": {**WINDOW_THEN_FULL, "logits_scaling": 1.0},
     "phi": {"tied": False},
 }
-SPECIAL = {family: overrides for family, overrides in SPECIAL.items() if family in CONFIGS}
+if "granite_swa" not in CONFIG_MAPPING:  # newer than the oldest transformers of the suite
+    del SPECIAL["granite_swa"]
 GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -208,7 +164,7 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
         "head_dim": 8,
     }
     torch.manual_seed(seed)
-    config = CONFIGS[family](**{**settings, **overrides})
+    config = CONFIG_MAPPING[family](**{**settings, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if family in SPECIAL:
         for parameter in model.parameters():
@@ -356,9 +312,9 @@ def unpaired_inputs(gain, label, **others) -> UnpairedInputs:
     return UnpairedInputs(**defaults | others)
 
 
-def make_environment(changes: dict | None = None) -> dict:
+def make_environment(changes: dict | None = None, checkout=ROOT) -> dict:
     """The variables of a Python program that a test starts: one thread, rl2 on its path."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    path = f"{checkout}{os.pathsep}{ROOT / 'tests'}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(changes or {})}
 
 
@@ -395,11 +351,11 @@ def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
 
 
 @cache
-def start_server() -> subprocess.Popen:
-    """The process of launch.py. It ends with this one."""
+def start_server(checkout) -> subprocess.Popen:
+    """The process of launch.py, with rl2 of the checkout. It ends with this one."""
     server = subprocess.Popen(
         [sys.executable, ROOT / "tests/launch.py"],
-        env=make_environment(),
+        env=make_environment(checkout=checkout),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -408,18 +364,18 @@ def start_server() -> subprocess.Popen:
     return server
 
 
-def launch(world, *command, check=True, timeout=300) -> subprocess.CompletedProcess:
+def launch(world, *command, check=True, timeout=300, checkout=ROOT) -> subprocess.CompletedProcess:
     """The same with ranks that are forked after the imports, see launch.py.
 
     After `timeout` seconds the ranks are killed, the status is -9, and stderr says so.
     """
-    server = start_server()
+    server = start_server(checkout)
     command = [*map(str, command)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         request = {
             "world": world,
             "command": command,
-            "environment": make_environment(),
+            "environment": make_environment(checkout=checkout),
             "folder": os.getcwd(),
             "stdout": stdout.name,
             "stderr": stderr.name,

@@ -19,26 +19,24 @@ import argparse
 import fnmatch
 import hashlib
 import json
-import multiprocessing
 import os
-import runpy
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from common import ROOT, TIMED, launch, make_environment, make_model, read_jsonl, write_jsonl
+from common import run as run_python
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds of one command
 SHOWN = 1500  # last characters of a crashed run's output
 LAST = "without a step"  # sorts behind the runs' folders, first and second
@@ -276,18 +274,10 @@ def prompt(i: int) -> dict:
     return {"messages": text if i % 5 == 0 else chat, "answer": "abcdefghijklm"[i % 4 :]}
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def make_data(folder: Path) -> None:
     """Models, rows and environments of all runs except the quickstart, once."""
     if (folder / "fails.py").exists():
         return
-    from common import make_model
-    from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     for family in ("llama", "qwen2", "qwen3"):
@@ -297,33 +287,29 @@ def make_data(folder: Path) -> None:
     tokenizer.chat_template = FORGETFUL
     tokenizer.save_pretrained(folder / "forgetful")
     text_rows = [{"text": "abcd" * 4}, {"messages": "dcba" * 3}, {"text": "x" * 200}]
-    write_rows(folder / "prompts.jsonl", [prompt(i) for i in range(22)])
-    write_rows(folder / "chats.jsonl", [prompt(i) for i in range(1, 30) if i % 5])
-    write_rows(folder / "test_prompts.jsonl", [prompt(i) for i in range(30, 37)])
-    write_rows(folder / "conversations.jsonl", [conversation(i) for i in range(20)] + text_rows)
-    write_rows(folder / "test_conversations.jsonl", [conversation(i) for i in range(30, 37)])
-    write_rows(folder / "pairs.jsonl", [preference(i) for i in range(20)])
-    write_rows(folder / "test_pairs.jsonl", [preference(i) for i in range(30, 37)])
+    write_jsonl(folder / "prompts.jsonl", [prompt(i) for i in range(22)])
+    write_jsonl(folder / "chats.jsonl", [prompt(i) for i in range(1, 30) if i % 5])
+    write_jsonl(folder / "test_prompts.jsonl", [prompt(i) for i in range(30, 37)])
+    write_jsonl(folder / "conversations.jsonl", [conversation(i) for i in range(20)] + text_rows)
+    write_jsonl(folder / "test_conversations.jsonl", [conversation(i) for i in range(30, 37)])
+    write_jsonl(folder / "pairs.jsonl", [preference(i) for i in range(20)])
+    write_jsonl(folder / "test_pairs.jsonl", [preference(i) for i in range(30, 37)])
     (folder / "letters.py").write_text(LETTERS)
     (folder / "tool.py").write_text(LETTERS + TOOL)
     (folder / "fails.py").write_text(FAILS)
 
 
-def environment(checkout: Path, threads: int) -> dict[str, str]:
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    changes = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(threads), "PATH": programs}
-    return {**os.environ, **changes, "TOKENIZERS_PARALLELISM": "false"}
-
-
-def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
+def run_quickstart(checkout: Path, folder: Path, data: Path) -> str:
     """Three steps of this checkout's examples/quickstart.sh, without installation and report.
 
     Its task and its keys are those of this checkout, so that only the code of `checkout` differs.
     """
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = make_environment({"OMP_NUM_THREADS": "2", "PATH": programs}, checkout)
     source = data / "quickstart"
     if not (source / "model/config.json").exists():
         prepare = [sys.executable, "examples/quickstart.py", "prepare", str(source)]
-        subprocess.run(prepare, cwd=ROOT, env=environment(checkout, 2), check=True)
+        subprocess.run(prepare, cwd=ROOT, env=env, check=True)
     script = (ROOT / "examples/quickstart.sh").read_text().splitlines()
     start = next(i for i, line in enumerate(script) if line.startswith("source ")) + 1
     lines = [line for line in script[start:] if not line.startswith("python examples/")]
@@ -334,90 +320,35 @@ def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
     }
     words = [f"{key}={source / name}" for key, name in inputs.items()]
     words.append(f"rollout.env_path={ROOT / 'examples/quickstart_env.py'}")
-    env = {**environment(checkout, 2), "OUT": str(folder / "first")}
+    env = {**env, "OUT": str(folder / "first")}
     command = ["bash", "-c", "set -e\n" + "\n".join(lines), "quickstart.sh", *words]
-    with open(folder / "output.txt", "w") as output:
-        limits = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": TIMEOUT}
-        subprocess.run([*command, "trainer.max_steps=3"], cwd=checkout, env=env, **limits)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command.append("trainer.max_steps=3")
+    return subprocess.run(command, cwd=checkout, env=env, timeout=TIMEOUT, **output).stdout
 
 
-def play(plan_path: str) -> None:
-    """Plays the planned runs in the checkout that is the working directory. The trainers are
-    imported once, and each command runs in processes that are forked after that."""
-    for trainer in ("ppo", "sft", "dpo", "rm"):
-        __import__(f"rl2.trainer.{trainer}")
-    import rl2
-
-    assert Path(rl2.__path__[0]).parent == Path.cwd(), f"{rl2.__path__} is not in {Path.cwd()}"
-    for entry in json.loads(Path(plan_path).read_text()):
-        for words in entry["commands"]:
-            if not play_command(words, entry["world_size"], entry["output"]):
-                break
-
-
-def play_command(words: list[str], world_size: int, output: str) -> bool:
-    """One command, by `world_size` processes that are forked here. Whether all ended well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    arguments = [(words, rank, world_size, port, output) for rank in range(world_size)]
-    processes = [context.Process(target=play_rank, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        processes[0].join(0.1)
-        if any(process.exitcode for process in processes):
-            deadline = min(
-                deadline, time.monotonic() + 5
-            )  # the others wait for the one that failed
-    for process in processes:
-        process.kill()
-        process.join()
-    return all(process.exitcode == 0 for process in processes)
+def play(run: Run, checkout: Path, folder: Path, data: Path) -> str:
+    """Plays a run in a checkout. Its files are in `folder`. Returns what it prints."""
+    folder.mkdir()
+    if run.name == "quickstart":
+        return run_quickstart(checkout, folder, data)
+    output = ""
+    for command in run.commands:
+        words = command.replace("{data}", str(data)).replace("{run}", str(folder)).split()
+        module = ("-m", f"rl2.trainer.{words[0]}")
+        options = {"check": False, "timeout": TIMEOUT, "checkout": checkout}
+        done = launch(run.world_size, *module, *words[1:], **options)
+        output += done.stdout + done.stderr
+        if done.returncode:
+            break
+    return output
 
 
-def play_rank(words: list[str], rank: int, world_size: int, port: int, output: str) -> None:
-    """`python -m rl2.trainer.NAME key=value ...` in the environment that torchrun makes."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    values |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    module = f"rl2.trainer.{words[0]}"
-    sys.argv = [module, *words[1:]]
-    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
-    runpy.run_module(module, run_name="__main__")
-
-
-def run_all(checkout: Path, runs: list[Run], folder: Path, data: Path) -> None:
-    """Plays the runs in a checkout; their files and output.txt are in `folder`/NAME."""
-    plan = []
-    for run in runs:
-        own = folder / run.name
-        own.mkdir(parents=True)
-        if run.name == "quickstart":
-            run_quickstart(checkout, own, data)
-            continue
-        commands = [command.replace("{data}", str(data)) for command in run.commands]
-        words = [command.replace("{run}", str(own)).split() for command in commands]
-        entry = {"commands": words, "world_size": run.world_size}
-        plan.append({**entry, "output": str(own / "output.txt")})
-    if plan:
-        path = folder / "plan.json"
-        path.write_text(json.dumps(plan))
-        command = [sys.executable, str(Path(__file__).resolve()), "--play", str(path)]
-        subprocess.run(command, cwd=checkout, env=environment(checkout, 1), check=True)
-
-
-def read_results(folder: Path, run: Run) -> dict:
+def read_results(folder: Path, run: Run, output: str) -> dict:
     """What is compared, as `values`: place -> value, the earliest step first. `crash` is None, or
     the end of the output of a run that left no final model."""
     for end in ("first", "second")[: len(run.commands)]:
         if not (folder / end / "model/config.json").exists():
-            output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
             return {"values": {}, "crash": output[-SHOWN:]}
     entries: list[tuple[tuple, str, object]] = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -437,15 +368,9 @@ def read_results(folder: Path, run: Run) -> dict:
     return {"values": {place: value for _, place, value in entries}, "crash": None}
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 def read_metrics(path: Path, name: str) -> list[tuple]:
-    from common import TIMED
-
     entries = []
-    for line in read_lines(path):
+    for line in read_jsonl(path):
         step = line["step"]
         for key, value in line.items():
             if not key.startswith(TIMED):
@@ -455,7 +380,7 @@ def read_metrics(path: Path, name: str) -> list[tuple]:
 
 
 def read_records(path: Path, name: str) -> list[tuple]:
-    records = read_lines(path)
+    records = read_jsonl(path)
     order = (name.split("/")[0], int(path.stem.removeprefix("step_")), "a rollout")
     entries = [(order, f"{name} number of records", len(records))]
     for i, record in enumerate(records):
@@ -528,9 +453,15 @@ def read_or_record(checkout: Path, runs: list[Run], folder: Path) -> dict[str, d
 
 def play_and_read(checkout: Path, runs: list[Run], data: Path) -> dict[str, dict]:
     """The results by name of the runs, played in a folder that is removed after."""
+    env = make_environment(checkout=checkout)
+    found = run_python("-c", "import rl2; print(rl2.__path__[0])", env=env, cwd=checkout)
+    assert Path(found.stdout.strip()).parent == checkout, f"{found.stdout} is not in {checkout}"
+    results = {}
     with tempfile.TemporaryDirectory(prefix="equal_bits_") as folder:
-        run_all(checkout, runs, Path(folder), data)
-        return {run.name: read_results(Path(folder, run.name), run) for run in runs}
+        for run in runs:
+            own = Path(folder, run.name)
+            results[run.name] = read_results(own, run, play(run, checkout, own, data))
+    return results
 
 
 def choose(patterns: list[str]) -> list[Run]:
@@ -548,7 +479,6 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     parser.add_argument("--ignore", nargs="+", metavar="PLACE", default=[])
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))  # for tests/common.py; the runs are played with their own rl2
     runs = choose(arguments.only)
     with tempfile.TemporaryDirectory(prefix="equal_bits_old_") as temporary:
         folder = (arguments.record or Path(temporary)).resolve()
@@ -567,7 +497,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--play"]:
-        play(sys.argv[2])
-    else:
-        sys.exit(main())
+    sys.exit(main())
