@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from common import ROOT
-from configs import BASE, ROOTS, problem_keys, warning_keys, write_files
+from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, write_files
+from omegaconf import OmegaConf
 
+from rl2.config.arguments import read_arguments
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import broken_bounds
-from rl2.config.parse import parse
+from rl2.config.parse import compose, parse
 from rl2.config.schema import PPOConfig, dump
 from rl2.config.values import get_value
 
@@ -102,55 +104,63 @@ def test_a_config_with_a_layout_reads_back_without_a_word(capsys, tmp_path, monk
     assert capsys.readouterr().err == ""
 
 
-def test_the_critic_lies_in_memory_as_the_actor_unless_it_is_told_otherwise(capsys, monkeypatch):
+LAYOUT = (
+    "adv.estimator=gae actor.sp_size=4 actor.max_length_per_device=2048"
+    " actor.gradient_checkpointing=false actor.warmup_ratio=0.1"
+)
+SGLANG = "rollout.engine=sglang"
+FOLLOWING = [  # (arguments of PPO, keys that follow them and their values)
+    # The critic lies in memory as the actor unless it is told otherwise.
+    (LAYOUT, "critic.sp_size=4 critic.max_length_per_device=2048"),
+    (LAYOUT, "critic.gradient_checkpointing=false critic.warmup_ratio=0.0"),
+    (LAYOUT, "critic.lr=5e-6 critic.model_name=null"),
+    (f"{LAYOUT} critic.sp_size=2", "critic.sp_size=2 critic.max_length_per_device=2048"),
+    ("adv.estimator=gae actor.update_per_rollout=4", "critic.update_per_rollout=4"),
+    # GAE whitens advantages.
+    ("", "adv.norm_var=false"),
+    ("adv.norm_var=true", "adv.norm_var=true"),
+    ("adv.estimator=gae", "adv.norm_var=true"),
+    ("adv.estimator=gae adv.norm_var=false", "adv.norm_var=false"),
+    # Adapters have a higher rate.
+    ("adv.estimator=gae", "actor.lr=1e-6 critic.lr=5e-6"),
+    ("adv.estimator=gae actor.lora_rank=4", "actor.lr=1e-5 critic.lr=5e-6"),
+    ("adv.estimator=gae actor.lora_rank=4 critic.lora_rank=4", "actor.lr=1e-5 critic.lr=5e-5"),
+    ("adv.estimator=gae actor.lora_rank=4 actor.lr=1e-6", "actor.lr=1e-6 critic.lr=5e-6"),
+    # Test answers end where those of training do.
+    ("data.test_path=model TRAIN.stop=['x']", "TRAIN.stop=['x'] TEST.stop=['x']"),
+    ("data.test_path=model TRAIN.stop=['x'] TEST.stop=[]", "TRAIN.stop=['x'] TEST.stop=[]"),
+    ("TRAIN.max_new_tokens=77", "TEST.max_new_tokens=77"),
+    (
+        "data.test_path=model TRAIN.max_new_tokens=77 TEST.max_new_tokens=9",
+        "TEST.max_new_tokens=9",
+    ),
+    # A correction is on where the engine and the trainer differ.
+    ("", "actor.correction=none"),
+    (SGLANG, "actor.correction=sequence_mask"),
+    ("rollout.engine=vllm", "actor.correction=sequence_mask"),
+    ("rollout.partial=true", "actor.correction=token_tis"),
+    (f"{SGLANG} rollout.partial=true", "actor.correction=token_tis"),
+    (f"{SGLANG} actor.loss=dppo", "actor.correction=none"),
+    (f"{SGLANG} trainer.rollouts_from=runs/old", "actor.correction=none"),
+    (f"{SGLANG} actor.correction=token_mask", "actor.correction=token_mask"),
+    (f"{SGLANG} actor.correction=none", "actor.correction=none"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), FOLLOWING)
+def test_keys_follow_others_unless_they_are_set(monkeypatch, arguments, expected):
+    """Without a word, where the engine is installed."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    layout = [
-        "adv.estimator=gae",
-        "actor.sp_size=4",
-        "actor.max_length_per_device=2048",
-        "actor.gradient_checkpointing=false",
-        "actor.warmup_ratio=0.1",
-    ]
-    critic = parse(PPOConfig, [*BASE["ppo"], *layout]).critic
-    assert (critic.sp_size, critic.max_length_per_device) == (4, 2048)
-    assert not critic.gradient_checkpointing and critic.warmup_ratio == 0.0
-    assert (critic.lr, critic.model_name) == (5e-6, None)
-    split = [*BASE["ppo"], "adv.estimator=gae", "actor.update_per_rollout=4"]
-    assert parse(PPOConfig, split).critic.update_per_rollout == 4
-    critic = parse(PPOConfig, [*BASE["ppo"], *layout, "critic.sp_size=2"]).critic
-    assert (critic.sp_size, critic.max_length_per_device) == (2, 2048)
-    # A wrong size of the actor is one problem, not two.
-    assert problem_keys("ppo", "adv.estimator=gae", "actor.sp_size=3") == ["actor.sp_size"]
-
-
-def test_gae_whitens_advantages_unless_it_is_told_otherwise(capsys):
-    def norm_var(*arguments):
-        return parse(PPOConfig, [*BASE["ppo"], *arguments]).adv.norm_var
-
-    assert norm_var() is False
-    assert norm_var("adv.norm_var=true") is True
-    assert norm_var("adv.estimator=gae") is True
-    assert norm_var("adv.estimator=gae", "adv.norm_var=false") is False
-    assert capsys.readouterr().err == ""
-
-
-def test_test_answers_end_at_the_stop_strings_of_training_unless_set(capsys):
-    train = 'rollout.train_sampling_params.stop=["</a>"]'
-    for overrides, expected in (([], ["</a>"]), (["rollout.test_sampling_params.stop=[]"], [])):
-        config = parse(PPOConfig, [*BASE["ppo"], train, "data.test_path=model", *overrides])
-        assert config.rollout.train_sampling_params.stop == ["</a>"]
-        assert config.rollout.test_sampling_params.stop == expected
-    assert capsys.readouterr().err == ""
-
-
-def test_test_answers_are_as_long_as_those_of_training_unless_set(capsys):
-    train = "rollout.train_sampling_params.max_new_tokens"
-    test = "rollout.test_sampling_params.max_new_tokens"
-    config = parse(PPOConfig, [*BASE["ppo"], f"{train}=77"])
-    assert get_value(config, test) == 77
-    config = parse(PPOConfig, [*BASE["ppo"], f"{train}=77", f"{test}=9", "data.test_path=model"])
-    assert get_value(config, test) == 9
-    assert capsys.readouterr().err == ""
+    for short, name in (("TRAIN", "train"), ("TEST", "test")):
+        section = f"rollout.{name}_sampling_params"
+        arguments, expected = (x.replace(short, section) for x in (arguments, expected))
+    words = arguments.split()
+    config = compose(PPOConfig, read_arguments(PPOConfig, [*BASE["ppo"], *words])).config
+    for word in expected.split():
+        name, _, value = word.partition("=")
+        assert get_value(config, name) == OmegaConf.create(f"x: {value}").x, name
+    if "rollout.engine" not in arguments:
+        assert find_problems("ppo", words) == ([], [])
 
 
 OWN_FUNCTIONS = """
