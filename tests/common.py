@@ -18,6 +18,7 @@ import pyarrow
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import (
@@ -364,7 +365,9 @@ def start_server(checkout) -> subprocess.Popen:
     return server
 
 
-def launch(world, *command, check=True, timeout=300, checkout=ROOT) -> subprocess.CompletedProcess:
+def launch(
+    world, *command, check=True, timeout=300, checkout=ROOT, changes=None
+) -> subprocess.CompletedProcess:
     """The same with ranks that are forked after the imports, see launch.py.
 
     After `timeout` seconds the ranks are killed, the status is -9, and stderr says so.
@@ -379,6 +382,7 @@ def launch(world, *command, check=True, timeout=300, checkout=ROOT) -> subproces
             "folder": os.getcwd(),
             "stdout": stdout.name,
             "stderr": stderr.name,
+            "changes": changes or {},
         }
         print(json.dumps(request), file=server.stdin, flush=True)
         process_id = int(server.stdout.readline())
@@ -397,11 +401,21 @@ def launch(world, *command, check=True, timeout=300, checkout=ROOT) -> subproces
 
 
 def launch_runs(world, runs) -> subprocess.CompletedProcess:
-    """Runs each list of words of `runs` with several.py, one after the other."""
-    words = []
-    for run_words in runs:
-        words += ["--", *run_words]
-    return launch(world, ROOT / "tests/several.py", *words[1:])
+    """Runs each list of words, [kill=N] [sgd] TRAINER key=value ..., one after the other.
+
+    kill=N kills the last rank in its N-th update. The other ranks must end because of it.
+    """
+    stdout, stderr = "", ""
+    for words in map(list, runs):
+        changes = {}
+        while words[0] == "sgd" or words[0].startswith("kill="):
+            name, _, value = words.pop(0).partition("=")
+            changes[name] = int(value or 0)
+        command = ("-m", f"rl2.trainer.{words[0]}", *words[1:])
+        done = launch(world, *command, check="kill" not in changes, changes=changes)
+        assert done.returncode == int("kill" in changes), done.stdout
+        stdout, stderr = stdout + done.stdout, stderr + done.stderr
+    return subprocess.CompletedProcess(runs, 0, stdout, stderr)
 
 
 @contextmanager
@@ -440,6 +454,12 @@ def serve_json(answer):
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def same_weights(folder, other) -> bool:
+    """Whether two folders of models have the same weights to the bit."""
+    weights, others = (load_file(Path(each) / "model.safetensors") for each in (folder, other))
+    return weights.keys() == others.keys() and all(weights[k].equal(others[k]) for k in weights)
 
 
 def write_jsonl(path, objects) -> None:

@@ -7,6 +7,7 @@ restarts and several nodes are tested with torchrun itself.
 
 import atexit
 import gc
+import itertools
 import json
 import os
 import runpy
@@ -14,7 +15,11 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 from forked import MAINS, become_rank, host_store
+
+from rl2.optimizer import AdamW
+from rl2.worker import Worker
 
 
 def serve() -> None:
@@ -22,7 +27,7 @@ def serve() -> None:
 
     The process starts the ranks, and leads their process group. A request is JSON: the number of
     ranks `world`, the `command` (SCRIPT argument ..., or -m MODULE argument ...), its `environment`
-    and working directory `folder`, and the files `stdout` and `stderr`.
+    and working directory `folder`, the files `stdout` and `stderr`, and `changes`, see `alter`.
     """
     gc.freeze()  # or each collection in a rank passes over all objects of the imports
     for line in sys.stdin:
@@ -36,7 +41,13 @@ def serve() -> None:
 
 
 def start(
-    world: int, command: list[str], environment: dict, folder: str, stdout: str, stderr: str
+    world: int,
+    command: list[str],
+    environment: dict,
+    folder: str,
+    stdout: str,
+    stderr: str,
+    changes: dict[str, int],
 ) -> None:
     """Becomes a process with this environment, starts the ranks and waits for them."""
     os.setpgid(0, 0)
@@ -53,10 +64,41 @@ def start(
         if process_id == 0:
             atexit.unregister(os.kill)  # the process of the store is the parent's
             become_rank(rank, world, port, launch_id)
+            alter(changes, is_last_rank=rank == world - 1)
             run(command)
             return
         ranks.add(process_id)
-    sys.exit(wait(ranks))
+    sys.exit(wait_for_all(ranks) if "kill" in changes else wait(ranks))
+
+
+def alter(changes: dict[str, int], is_last_rank: bool) -> None:
+    """Changes how this rank trains.
+
+    "sgd": plain gradient descent, because AdamW's first steps are little more than the sign of the
+    gradient. "kill": SIGKILL in the last rank's update of this number, after the gradients are
+    computed and before the weights change.
+    """
+    if "sgd" in changes:
+        AdamW._change = descend
+    if "kill" in changes and is_last_rank:
+        Worker._step = kill_in_step(Worker._step, changes["kill"])
+
+
+def descend(optimizer, lr, shards, gradients, *moments):
+    """A step of plain gradient descent in the place of AdamW's."""
+    torch._foreach_add_(shards, gradients, alpha=-lr)
+
+
+def kill_in_step(step, kill_at):
+    """`step`, but the call number `kill_at` kills this process instead."""
+    calls = itertools.count(1)
+
+    def step_or_die(worker, skip):
+        if next(calls) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(worker, skip)
+
+    return step_or_die
 
 
 def run(command: list[str]) -> None:
@@ -85,6 +127,11 @@ def wait(ranks: set[int]) -> int:
             for rank in ranks:
                 os.kill(rank, signal.SIGTERM)
     return int(failed)
+
+
+def wait_for_all(ranks: set[int]) -> int:
+    """Waits for these processes. Returns 1 if all fail by themselves, else 0."""
+    return int(all([os.wait()[1] for _ in ranks]))
 
 
 if __name__ == "__main__":
