@@ -26,6 +26,7 @@ from common import (
     read_metrics,
     read_untimed_metrics,
     run,
+    same_weights,
     write_jsonl,
 )
 from safetensors.torch import load_file
@@ -70,13 +71,7 @@ def check_killed(trainer, arguments, tmp_path):
     for step in (4, 6):
         assert done.stdout.count(f"step_{step}: {step} of 12 steps are done") == 1, done.stdout
     assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
-    check_same_weights(tmp_path / "killed", tmp_path / "run")
-
-
-def check_same_weights(folder, expected_folder):
-    weights, expected = read_weights(folder), read_weights(expected_folder)
-    assert weights.keys() == expected.keys()
-    assert all((weights[key] == expected[key]).all() for key in weights)
+    assert same_weights(tmp_path / "killed/model", tmp_path / "run/model")
 
 
 def check_lora(trainer, worker, arguments, tmp_path):

@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 from common import (
     launch,
+    letter_run,
     make_model,
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
-    write_letter_task,
+    same_weights,
 )
 from safetensors.torch import load_file
 
@@ -40,23 +41,16 @@ SLOW_LETTERS = """
 @pytest.fixture
 def setup(tmp_path):
     """Arguments of a run of 6 steps, without its folder."""
-    task = write_letter_task(tmp_path)
+    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
     first_rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:5]
     (tmp_path / "test.jsonl").write_text("".join(first_rows))
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW_LETTERS))
     return [
-        f"actor.model_name={make_model(tmp_path / 'tiny')}",
-        *task,
+        *keys,
         "data.prompts_per_rollout=3",
         "data.responses_per_prompt=4",
-        "data.max_length=64",
-        "actor.lr=0.02",
-        "actor.dtype=float32",
         "rollout.max_running=16",
-        "rollout.train_sampling_params.max_new_tokens=8",
-        "trainer.n_epochs=2",
         "trainer.max_steps=6",
-        "trainer.disable_wandb=true",
         "trainer.save_tokens=true",
     ]
 
@@ -115,22 +109,17 @@ def test_a_rollout_is_of_weights_of_one_age(setup, tmp_path, lag):
         train(2, tmp_path / "slow", *slow, "rollout.num_processes=1")
         assert read_bits(tmp_path / "slow") == expected
         return
+    # The first evaluation and rollout are those of a run whose processes all do both.
+    train(1, tmp_path / "together", *arguments, "rollout.exact=false", "trainer.max_steps=1")
+    together = read_bits(tmp_path / "together")
+    for name in ("rollouts/train/step_1.jsonl", "rollouts/test/step_0.jsonl"):
+        texts = [[record["messages"] for record in bits[name]] for bits in (expected, together)]
+        assert texts[0] == texts[1]
     train(3, tmp_path / "two", *arguments, "rollout.num_processes=2")
     two = read_bits(tmp_path / "two")
     for bits in (two, expected):  # whose means add the answers in another order
         del bits["metrics"]
     assert two == expected
-
-
-def test_the_first_evaluation_and_rollout_are_those_of_a_colocated_run(setup, tmp_path):
-    arguments = [*setup, *with_tests(tmp_path), "trainer.max_steps=1"]
-    train(2, tmp_path / "apart", *arguments, "rollout.num_processes=1")
-    train(1, tmp_path / "together", *arguments, "rollout.exact=false")
-    names = ("rollouts/train/step_1.jsonl", "rollouts/test/step_0.jsonl")
-    apart, together = read_bits(tmp_path / "apart"), read_bits(tmp_path / "together")
-    for name in names:
-        texts = [[record["messages"] for record in bits[name]] for bits in (apart, together)]
-        assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis"])
@@ -147,9 +136,7 @@ def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correc
         return
     again = [*arguments, f"trainer.rollouts_from={tmp_path / 'run'}"]
     train(1, tmp_path / "again", *again)
-    expected = load_file(tmp_path / "run/model/model.safetensors")
-    weights = load_file(tmp_path / "again/model/model.safetensors")
-    assert all((weights[name] == expected[name]).all() for name in expected)
+    assert same_weights(tmp_path / "again/model", tmp_path / "run/model")
 
 
 @pytest.mark.nightly

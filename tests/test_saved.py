@@ -2,15 +2,21 @@
 
 import json
 import shutil
-import textwrap
 
 import numpy as np
 import pytest
 import torch
-from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics, write_jsonl
+from common import (
+    launch_runs,
+    letter_run,
+    make_model,
+    make_tokenizer,
+    read_jsonl,
+    read_metrics,
+    same_weights,
+)
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample, collate
 from rl2.config.schema import PPOConfig, dump
@@ -152,19 +158,11 @@ def test_the_hash_tokens_is_that_of_the_vocabulary_and_the_temperature():
 def runs(tmp_path_factory):
     """A run of three steps that keeps its tokens, and runs on its rollouts, by their names."""
     folder = tmp_path_factory.mktemp("saved")
-    rows = [{"messages": f"say a, {i}", "answer": "abcdefgh"} for i in range(12)]
-    write_jsonl(folder / "train.jsonl", rows)
-    (folder / "env.py").write_text(textwrap.dedent(LETTER_ENV))
     keys = [
-        f"actor.model_name={make_model(folder / 'tiny')}",
-        f"data.path={folder / 'train.jsonl'}",
-        f"rollout.env_path={folder / 'env.py'}",
-        "data.prompts_per_rollout=4",
-        "data.responses_per_prompt=4",
-        "actor.lr=0.02",
-        "actor.dtype=float32",
-        "rollout.train_sampling_params.max_new_tokens=8",
-        "trainer.disable_wandb=true",
+        *letter_run(folder, make_model(folder / "tiny")),
+        "data.prompts_per_rollout=8",
+        "data.responses_per_prompt=2",
+        "trainer.n_epochs=1",
     ]
     saved = f"trainer.rollouts_from={folder / 'sampled'}"
     other_loss = [saved, "trainer.n_epochs=2", "actor.loss=cispo", "actor.update_per_rollout=2"]
@@ -180,15 +178,6 @@ def runs(tmp_path_factory):
         commands.append(["ppo", *keys, *own, f"trainer.save_dir={folder / name}"])
     launch_runs(1, [*commands, [*commands[-1], "trainer.max_steps=4"]])
     return folder
-
-
-def weights(folder):
-    return load_file(folder / "model/model.safetensors")
-
-
-def are_equal(first, second):
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_saved_tokens_are_those_of_the_transcripts(runs):
@@ -215,7 +204,7 @@ def test_saved_tokens_are_those_of_the_transcripts(runs):
 
 
 def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):
-    assert are_equal(weights(runs / "same"), weights(runs / "one_step"))
+    assert same_weights(runs / "same/model", runs / "one_step/model")
     sampled, repeated = read_metrics(runs / "sampled")[0], read_metrics(runs / "same")[0]
     for name in (
         "actor/loss",
@@ -225,7 +214,7 @@ def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):
         "tokens/sampled",
     ):
         assert repeated[name] == sampled[name]
-    assert not are_equal(weights(runs / "same"), weights(runs / "sampled"))
+    assert not same_weights(runs / "same/model", runs / "sampled/model")
 
 
 def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
@@ -249,7 +238,7 @@ def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
 
 
 def test_a_resumed_run_goes_on_with_the_next_step(runs):
-    assert are_equal(weights(runs / "begun"), weights(runs / "cispo"))
+    assert same_weights(runs / "begun/model", runs / "cispo/model")
     assert len(read_metrics(runs / "begun")) == 4
 
 
