@@ -68,39 +68,44 @@ def test_documents_within_the_window_are_computed_as_without_it():
 class FlashOperators:
     """Implements on the CPU the two flash operators of torch that rl2 calls.
 
-    The names and the order of arguments are read from torch's own schemas.
+    The names and the order of arguments are read from torch's own schemas. A package of
+    FlashAttention 3 or 4 computes as `kinds` says: right, without a backward pass, or wrong.
     """
 
-    SCHEMAS = {
-        name: getattr(torch.ops.aten, name).default._schema
-        for name in ("_flash_attention_forward", "_flash_attention_backward")
-    }
+    FORWARD, BACKWARD = (
+        getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
+        for name in ("forward", "backward")
+    )
 
-    @classmethod
-    def bind(cls, name, arguments, keywords):
-        names = [argument.name for argument in cls.SCHEMAS[name].arguments]
+    def __init__(self, monkeypatch, kinds=None):
+        self.kinds = kinds or {}
+        self.calls = []  # the arguments of each, by name
+        monkeypatch.setattr(attention.aten, "_flash_attention_forward", self.forward)
+        monkeypatch.setattr(attention.aten, "_flash_attention_backward", self.backward)
+
+    def bind(self, schema, arguments, keywords):
+        names = [argument.name for argument in schema.arguments]
         bound = dict(zip(names, arguments, strict=False)) | keywords
-        assert (bound["max_q"], bound["dropout_p"]) == (5, 0.0)
-        assert bound["max_k"] == (5 if bound["is_causal"] else 7)
+        self.calls.append(bound)
         block = Block(bound["cum_seq_q"].tolist(), bound["cum_seq_k"].tolist(), bound["is_causal"])
         return bound, block
 
-    @classmethod
-    def _flash_attention_forward(cls, *arguments, **keywords):
-        x, block = cls.bind("_flash_attention_forward", arguments, keywords)
-        assert x["return_debug_mask"] is False
+    def forward(self, *arguments, **keywords):
+        x, block = self.bind(self.FORWARD, arguments, keywords)
         out, lse = forward_block(x["query"], x["key"], x["value"], block, x["scale"])
         return out, lse.T.contiguous(), None, None, None
 
-    @classmethod
-    def _flash_attention_backward(cls, *arguments, **keywords):
-        x, block = cls.bind("_flash_attention_backward", arguments, keywords)
+    def backward(self, *arguments, **keywords):
+        kind = self.kinds.get(current_flash_attention_impl())
+        if kind == "no backward":
+            raise RuntimeError("this build has no backward")
+        x, block = self.bind(self.BACKWARD, arguments, keywords)
         q, lse = x["query"], x["logsumexp"]
         assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
-        assert x["rng_state"].dtype == torch.uint64
-        return backward_block(
+        dq, dk, dv = backward_block(
             x["grad_out"], q, x["key"], x["value"], x["out"], lse.T, block, x["scale"]
         )
+        return dq, dk * (1.1 if kind == "wrong" else 1.0), dv
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -114,61 +119,42 @@ def test_the_flash_operators_get_their_arguments_in_order(monkeypatch, causal):
     out, lse = forward_block(q, k, v, block, 0.3)
     arguments = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
     gradients = backward_block(*arguments)
-    for name in FlashOperators.SCHEMAS:
-        monkeypatch.setattr(attention.aten, name, getattr(FlashOperators, name))
+    operators = FlashOperators(monkeypatch)
     cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
     assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
     cuda_gradients = attention._backward_cuda(*arguments)
     for cuda_gradient, gradient in zip(cuda_gradients, gradients, strict=True):
         assert torch.equal(cuda_gradient, gradient)
+    for call in operators.calls:
+        limits = (call["max_q"], call["max_k"], call["dropout_p"])
+        assert limits == (5, 5 if causal else 7, 0.0)
+    forward, backward = operators.calls
+    assert forward["return_debug_mask"] is False and backward["rng_state"].dtype == torch.uint64
 
 
 def test_rings_of_one_to_four_processes_equal_full_attention():
     launch(4, "tests/ring.py")
 
 
-class NewerKernels:
+def install_newer_kernels(monkeypatch, kinds):
     """Stand-ins for the packages of FlashAttention 3 and 4, which torch's switch imports.
 
-    Operators on the CPU take the place of torch's own and of the packages' kernels, so that a
-    package computes as `kinds` says: right, without a backward pass, or wrong.
+    Returns a library that has to live as long as its operators are used.
     """
-
-    def __init__(self, kinds):
-        self.kinds = kinds
-
-    def install(self, monkeypatch):
-        packages = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-        _fa4._fa4_import_module.cache_clear()
-        for name in ("flash_attn", "flash_attn.cute"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        for kernels, name in packages.items():
-            package = ModuleType(name)
-            package._flash_attn_fwd = package._flash_attn_bwd = lambda *arguments: None
-            is_installed = kernels in self.kinds
-            monkeypatch.setitem(sys.modules, name, package if is_installed else None)
-        if "FA3" in self.kinds:
-            self.library = torch.library.Library("flash_attn_3", "FRAGMENT")
-            self.library.define("fwd(Tensor q) -> Tensor")
-            self.library.define("bwd(Tensor q) -> Tensor")
-        forward, backward = "_flash_attention_forward", "_flash_attention_backward"
-        monkeypatch.setattr(attention.aten, forward, self.forward)
-        monkeypatch.setattr(attention.aten, backward, self.backward)
-
-    def forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, mask, scale):
-        block = Block(cu_q.tolist(), cu_k.tolist(), causal)
-        out, lse = forward_block(q, k, v, block, scale)
-        return out, lse.T.contiguous(), None, None, None
-
-    def backward(
-        self, d_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *random, scale
-    ):
-        kind = self.kinds.get(current_flash_attention_impl())
-        if kind == "no backward":
-            raise RuntimeError("this build has no backward")
-        block = Block(cu_q.tolist(), cu_k.tolist(), causal)
-        dq, dk, dv = backward_block(d_out, q, k, v, out, lse.T, block, scale)
-        return dq, dk * (1.1 if kind == "wrong" else 1.0), dv
+    packages = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+    _fa4._fa4_import_module.cache_clear()
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for kernels, name in packages.items():
+        package = ModuleType(name)
+        package._flash_attn_fwd = package._flash_attn_bwd = lambda *arguments: None
+        monkeypatch.setitem(sys.modules, name, package if kernels in kinds else None)
+    if "FA3" not in kinds:
+        return None
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    library.define("fwd(Tensor q) -> Tensor")
+    library.define("bwd(Tensor q) -> Tensor")
+    return library
 
 
 @pytest.mark.parametrize(
@@ -188,7 +174,8 @@ class NewerKernels:
 def test_the_newest_kernels_that_pass_a_trial_take_the_place_of_torchs_own(
     monkeypatch, capsys, capability, kinds, chosen
 ):
-    NewerKernels(kinds).install(monkeypatch)
+    operators = FlashOperators(monkeypatch, kinds)
+    operators.library = install_newer_kernels(monkeypatch, kinds)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (capability, 0))
     monkeypatch.setattr(attention, "device_kind", lambda device: "cpu")

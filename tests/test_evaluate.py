@@ -9,10 +9,9 @@ from statistics import fmean, stdev
 import datasets
 import pytest
 import torch
-import torch.distributed as dist
 from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
 from peft import LoraConfig, get_peft_model
-from scripted import ScriptedEngine
+from scripted import PARAMS, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.config.parse import parse
@@ -20,12 +19,7 @@ from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
 from rl2.data.rows import load_rows
-from rl2.engine.base import SamplingParams
-from rl2.env.contract import EnvFailures
-from rl2.env.load import load_env
-from rl2.parallel.mesh import init_distributed
 from rl2.ppo_inputs import make_prompts
-from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import (
     Evaluator,
     clustered_mean,
@@ -33,10 +27,8 @@ from rl2.rollout.evaluate import (
     measure_samples,
     pass_at_k,
 )
-from rl2.rollout.player import Player
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
-PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 ENV = """
     def reward_fn(messages, answer):
         return {"right": float(messages[-1]["content"] == answer), "format": 0.1}
@@ -137,13 +129,6 @@ def test_an_answer_is_right_by_the_whole_reward_unless_a_part_is_named():
     assert measure_samples([form, both], 1, score="form")["avg@1"] == 1
 
 
-@pytest.fixture
-def process_group():
-    init_distributed()
-    yield
-    dist.destroy_process_group()
-
-
 def make_rows(*answers):
     return [
         {"messages": [{"role": "user", "content": f"q{i}"}], "answer": answer}
@@ -151,33 +136,25 @@ def make_rows(*answers):
     ]
 
 
+def prompts_of(rows):
+    return Examples(pack_rows(rows), ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
+
+
 def evaluate(tmp_path, sets, num_samples):
     """(metrics, transcripts by split) of test sets. The engine's answers depend on the seed."""
-    (tmp_path / "env.py").write_text(textwrap.dedent(ENV))
-    tokenizer = make_tokenizer()
-    template = ChatTemplate(tokenizer)
 
     def script(turn, seed):
         return str((7 * seed[-3] + seed[-2]) % 3), "stop"
 
-    engine = ScriptedEngine(tokenizer, script)
-    env = load_env(str(tmp_path / "env.py"), 5)
-    player = Player(engine, {"": env}, template, EnvFailures(0.5), 1, 400)
+    collector, _, _ = make(tmp_path, script, ENV)
     written = {}
-    collector = Collector(
-        player,
-        params=PARAMS,
-        write_records=lambda split, step, records: written.update({split: list(records)}),
-    )
-    prompts = {
-        name: Examples(pack_rows(rows), template, PROMPT_ROWS, max_length=99)
-        for name, rows in sets.items()
-    }
+    collector.write_records = lambda split, step, records: written.update({split: list(records)})
+    prompts = {name: prompts_of(rows) for name, rows in sets.items()}
     evaluator = Evaluator(collector, prompts, PARAMS, num_samples)
     return evaluator.evaluate(3, 0), written, evaluator
 
 
-def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, process_group):
+def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, device):
     sets = {"a": make_rows("0", "1"), "b": make_rows("2")}
     metrics, written, evaluator = evaluate(tmp_path, sets, 3)
     assert {split: len(records) for split, records in written.items()} == {"test_a": 6, "test_b": 3}
@@ -192,10 +169,6 @@ def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, pro
     alone, records, _ = evaluate(tmp_path, {"": sets["b"]}, 3)
     assert records["test"] == written["test_b"]
     assert {f"b/{name}": value for name, value in alone.items()}.items() <= metrics.items()
-
-
-def prompts_of(rows):
-    return Examples(pack_rows(rows), ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
 
 
 def contents(prompts):

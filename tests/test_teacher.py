@@ -4,13 +4,12 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
-from common import launch_runs, make_model, make_samples, read_metrics, serve_json, write_jsonl
+from common import launch_runs, letter_run, make_model, make_samples, read_metrics, serve_json
+from scripted import process_group  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from rl2 import teacher
 from rl2.batch import collate
-from rl2.parallel.mesh import init_distributed
 from rl2.teacher import connect
 
 CPU = torch.device("cpu")
@@ -45,13 +44,6 @@ def as_teacher(name, change=lambda path, value: value):
         return 200, change(path, value)
 
     return answer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +128,11 @@ def test_a_server_that_refuses_or_is_not_there_is_named():
 
 
 def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
-    tiny = make_model(tmp_path / "tiny")
-    rows = [{"messages": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "env.py").write_text("def reward_fn(messages, answer):\n    return 0.0\n")
     common = [
         "ppo",
-        *(f"actor.model_name={tiny}", "actor.dtype=float32", "actor.lr=0.01"),
-        *(f"data.path={tmp_path / 'rows.jsonl'}", f"rollout.env_path={tmp_path / 'env.py'}"),
-        *("data.prompts_per_rollout=4", "data.responses_per_prompt=4"),
-        *("rollout.train_sampling_params.max_new_tokens=8", "trainer.max_steps=2"),
-        *("adv.estimator=distillation", "actor.loss=reinforce", "trainer.disable_wandb=true"),
-        *("trainer.n_epochs=9", "actor.update_per_rollout=2"),
+        *letter_run(tmp_path, make_model(tmp_path / "tiny")),
+        *("data.responses_per_prompt=4", "trainer.max_steps=3"),
+        *("adv.estimator=distillation", "actor.loss=reinforce", "actor.update_per_rollout=2"),
     ]
     with serve_json(as_teacher(model)) as (url, _):
         in_process = [f"teacher.model_name={model}", f"trainer.save_dir={tmp_path / 'model'}"]
