@@ -75,7 +75,7 @@ def test_a_sample_has_thirteen_bytes_a_token():
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_scored_pair_is_packed_once_after_its_own_context(seed, share):
+def test_every_scored_pair_is_packed_once_after_its_own_context_and_unpacked(seed, share):
     batch = collate(make_samples(random.Random(seed)))
     packed = pack(batch, share)
     tokens = packed.tokens[0].tolist()
@@ -97,13 +97,6 @@ def test_every_scored_pair_is_packed_once_after_its_own_context(seed, share):
         assert positions[index] == column and target == batch.targets[row, column]
     if share:
         assert len(tokens) < pack(batch, False).tokens.shape[1]
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("seed", range(10))
-def test_unpack_inverts_pack(seed, share):
-    batch = collate(make_samples(random.Random(seed)))
-    packed = pack(batch, share)
     column = torch.randn(batch.mask.shape) * batch.mask
     scores = column[packed.rows, packed.columns].requires_grad_()
     unpacked = unpack(packed, scores, batch.mask.shape)
@@ -213,23 +206,6 @@ def test_a_rank_without_zigzag_chunks_runs_one_token_and_scores_nothing():
     assert all(part.tokens.shape == (1, 1) for part in parts)
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(5))
-def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
-    samples = make_samples(random.Random(seed), num_groups=6)
-    samples.append(Sample([4], [0], [0.0], [0.0], 6, len(samples)))
-    batch = collate(samples)
-    budget = 60
-    plans = plan_micro_batches(batch, budget, num_ranks, share)
-    assert all(len(micro) == num_ranks for micro in plans)
-    rows = sorted(row for micro in plans for part in micro for row in part)
-    assert rows == batch.mask.any(1).nonzero().squeeze(1).tolist()
-    for micro in plans:
-        for part in micro:
-            assert pack(batch.select(part), share).tokens.shape[1] <= budget
-
-
 def place_by_definition(units, num_bins, budget):
     """What `_place_units` promises, without its heaps: all bins are looked at for each unit."""
     bins = [packing.Bin() for _ in range(num_bins)]
@@ -253,12 +229,13 @@ def fill_by_definition(units, num_ranks, budget, kind):
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_plan_has_the_fewest_micro_batches_and_each_unit_is_where_the_definition_places_it(
+def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition_places_it(
     num_ranks, share, monkeypatch
 ):
     for seed in range(15):
         rng = random.Random(seed)
         samples = make_samples(rng, num_groups=rng.choice([3, 12]), longest=rng.choice([20, 60]))
+        samples.append(Sample([4], [0], [0.0], [0.0], samples[-1].group + 1, len(samples)))
         batch = collate(samples)
         budget = int(max(end for _, end in scored_spans(batch)) * rng.choice([1, 1.5, 3]))
         arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]))
@@ -269,6 +246,11 @@ def test_plan_has_the_fewest_micro_batches_and_each_unit_is_where_the_definition
             packing._plan_bins.cache_clear()
             assert plan_micro_batches(*arguments) == plans
         packing._plan_bins.cache_clear()
+        assert all(len(micro) == num_ranks for micro in plans)
+        parts = list(chain(*plans))
+        assert sorted(chain(*parts)) == batch.mask.any(1).nonzero().squeeze(1).tolist()
+        for part in parts:
+            assert pack(batch.select(part), share).tokens.shape[1] <= budget
 
 
 def test_8192_sequences_are_planned_in_a_moment_and_not_again(monkeypatch):
