@@ -215,20 +215,6 @@ def interrupt():
     time.sleep(0.5)  # for the main thread, which handles it, also where another thread received it
 
 
-@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
-def test_ctrl_c_ends_the_trial_at_once(train, model, unchanged_process):
-    calls = itertools.count()  # several are tried at once; a later signal would end pytest itself
-
-    def reward_with_ctrl_c(messages, answer):
-        if next(calls) == 0:
-            interrupt()
-        return reward_fn(messages, answer)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(model, "run", reward_with_ctrl_c)
-    train(model, "run", **{"trainer.resume": "off"})
-
-
 class CtrlC:
     """A reward function that interrupts the first step `times` times."""
 
@@ -245,7 +231,21 @@ class CtrlC:
 
 
 @pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
-def test_ctrl_c_in_training_saves_and_the_same_call_resumes(train, model, unchanged_process):
+def test_ctrl_c_ends_the_trial_and_saves_the_run_that_the_same_call_resumes(
+    train, model, unchanged_process
+):
+    calls = itertools.count()  # several are tried at once; a later signal would end pytest itself
+
+    def interrupt_the_trial(messages, answer):
+        if next(calls) == 0:
+            interrupt()
+        return reward_fn(messages, answer)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model, "trial", interrupt_the_trial)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, "twice", CtrlC(2))
+    assert not rl2.Run("runs/twice").model_path.exists()
     stopped = train(model, "run", CtrlC(1))
     assert [line["step"] for line in stopped.metrics] == [1] and stopped.model_path.exists()
     resumed = train(model, "run", CtrlC(0))
@@ -261,14 +261,6 @@ def test_ctrl_c_in_training_saves_and_the_same_call_resumes(train, model, unchan
 def test_a_run_that_is_not_there_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match="typo"):
         rl2.Run(tmp_path / "typo")
-
-
-@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
-def test_a_second_ctrl_c_ends_the_run_at_once(train, model, unchanged_process):
-    with pytest.raises(KeyboardInterrupt):
-        train(model, "run", CtrlC(2))
-    assert not rl2.Run("runs/run").model_path.exists()
-    train(model, "run", CtrlC(0), **{"trainer.resume": "off"})
 
 
 def test_a_process_has_one_run_at_a_time(model, unchanged_process):
@@ -383,18 +375,18 @@ def test_dpo_and_rm_train_on_pairs_and_say_if_they_learned_nothing(
 
 
 def test_other_rows_or_functions_are_another_experiment(model):
-    train_ppo(model, "run")
+    scale = 0.5
+
+    def scaled(messages):
+        return scale * len(messages)
+
+    recorded = train_ppo(model, "run", scaled)
+    [record] = recorded.path.glob("inputs/env-*.py")
     with pytest.raises(ValueError, match="another experiment:\n.*rollout.env_path"):
         train_ppo(model, "run", lambda messages: 1.0)
     keys = {**KEYS, "trainer.experiment_name": "run"}
     with pytest.raises(ValueError, match="another experiment:\n.*data.path"):
-        rl2.train("ppo", rows=ROWS[1:], reward_fn=reward_fn, model_name=model, **keys)
-
-
-def test_the_record_of_functions_refuses_to_be_an_environment(model):
-    scale = 0.5
-    recorded = train_ppo(model, "run", lambda messages: scale * len(messages))
-    [record] = recorded.path.glob("inputs/env-*.py")
+        rl2.train("ppo", rows=ROWS[1:], reward_fn=scaled, model_name=model, **keys)
     assert "scale * len(messages)" in record.read_text()
     with pytest.raises(ValueError, match="given to rl2.train by Python code"):
         import_env_file(str(record))
