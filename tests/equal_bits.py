@@ -29,7 +29,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import ROOT, TIMED, launch, make_environment, make_model, read_jsonl, write_jsonl
+from common import (
+    ROOT,
+    launch,
+    make_environment,
+    make_model,
+    read_jsonl,
+    read_untimed_metrics,
+    write_jsonl,
+)
 from common import run as run_python
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -39,7 +47,6 @@ from transformers.utils.logging import disable_progress_bar
 
 TIMEOUT = 600  # seconds of one command
 SHOWN = 1500  # last characters of a crashed run's output
-LAST = "without a step"  # sorts behind the runs' folders, first and second
 RECORD = " record "
 
 
@@ -141,8 +148,20 @@ RUNS = [
             " actor.lora_targets=[q_proj,v_proj] kl.coef=0.01 kl.type=reward adv.norm_var=true"
         ),
     ),
-    Run("ppo_gspo", (f"{PPO} actor.loss=gspo actor.update_per_rollout=2 actor.clip=0.01",)),
-    Run("ppo_cispo", (f"{PPO} actor.loss=cispo actor.update_per_rollout=2 actor.clip_high=0.1",)),
+    Run(
+        "ppo_gspo_constant",
+        (
+            f"{PPO} actor.loss=gspo actor.update_per_rollout=2 actor.clip=0.01"
+            " actor.average=constant actor.average_constant=12",
+        ),
+    ),
+    Run(
+        "ppo_cispo_sequence",
+        (
+            f"{PPO} actor.loss=cispo actor.update_per_rollout=2 actor.clip_high=0.1"
+            " actor.average=sequence actor.correction=sequence_mask",
+        ),
+    ),
     Run(
         "ppo_dual_clip",
         (
@@ -150,8 +169,6 @@ RUNS = [
             " actor.update_per_rollout=3 actor.average=sequence",
         ),
     ),
-    Run("ppo_constant", (f"{PPO} actor.average=constant actor.average_constant=12",)),
-    Run("ppo_sequence", (f"{PPO} actor.average=sequence actor.correction=sequence_mask",)),
     Run(
         "ppo_masks",
         (
@@ -202,8 +219,7 @@ RUNS = [
     Run("ppo_filter_one_process", (f"{PPO} {FILTER} {TEST}",), 1),
     Run("sft", and_resume(SFT)),
     Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
-    Run("sft_last_turn", (f"{SFT} data.turns=last actor.average=sequence",)),
-    Run("sft_sp", (f"{SFT} actor.sp_size=2",)),
+    Run("sft_sp", (f"{SFT} actor.sp_size=2 data.turns=last actor.average=sequence",)),
     Run("sft_tp", (f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3",)),
     Run(
         "sft_bfloat16",
@@ -214,11 +230,9 @@ RUNS = [
     ),
     Run("dpo", (f"{DPO} dpo.label_smoothing=0.1 trainer.save_freq=2",)),
     Run("dpo_ipo", (f"{DPO} dpo.loss=ipo dpo.beta=0.3 actor.sp_size=2",)),
-    Run("dpo_hinge", (f"{DPO} dpo.loss=hinge",)),
-    Run("dpo_lora", (f"{DPO} actor.lora_rank=4 actor.lr=0.03",)),
+    Run("dpo_hinge_lora", (f"{DPO} dpo.loss=hinge actor.lora_rank=4 actor.lr=0.03",)),
     Run("rm", (f"{RM} trainer.save_freq=2",)),
-    Run("rm_sp", (f"{RM} critic.sp_size=2",)),
-    Run("rm_lora", (f"{RM} critic.lora_rank=4",)),
+    Run("rm_sp_lora", (f"{RM} critic.sp_size=2 critic.lora_rank=4",)),
 ]
 
 LETTERS = '''
@@ -345,47 +359,31 @@ def play(run: Run, checkout: Path, folder: Path, data: Path) -> str:
 
 
 def read_results(folder: Path, run: Run, output: str) -> dict:
-    """What is compared, as `values`: place -> value, the earliest step first. `crash` is None, or
+    """What is compared, as `values`: place -> value, metrics and records first. `crash` is None, or
     the end of the output of a run that left no final model."""
     for end in ("first", "second")[: len(run.commands)]:
         if not (folder / end / "model/config.json").exists():
             return {"values": {}, "crash": output[-SHOWN:]}
-    entries: list[tuple[tuple, str, object]] = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    values: dict[str, object] = {}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.suffix != ".jsonl", path)):
         name = path.relative_to(folder).as_posix()
         if path.name == "report.html":  # has dates, and nothing that is not in the other files
             continue
-        entries.append(((LAST, name), f"{name} exists", True))
+        values[f"{name} exists"] = True
         if path.name == "metrics.jsonl":
-            entries += read_metrics(path, name)
+            for line in read_untimed_metrics(path.parent):
+                values |= {f"{name} step {line['step']} {key}": line[key] for key in line}
         elif path.suffix == ".jsonl":
-            entries += read_records(path, name)
+            records = read_jsonl(path)
+            values[f"{name} number of records"] = len(records)
+            for i, record in enumerate(records):
+                values |= {f"{name}{RECORD}{i} {key}": record[key] for key in record}
         elif path.suffix == ".safetensors":
-            entries += hash_tensors(load_file(path), name)
+            values |= hash_tensors(load_file(path), name)
         elif path.name == ".metadata":
-            entries += hash_tensors(load_checkpoint(path.parent), name)
-    entries.sort(key=lambda entry: entry[0])
-    return {"values": {place: value for _, place, value in entries}, "crash": None}
-
-
-def read_metrics(path: Path, name: str) -> list[tuple]:
-    entries = []
-    for line in read_jsonl(path):
-        step = line["step"]
-        for key, value in line.items():
-            if not key.startswith(TIMED):
-                order = (name.split("/")[0], step, "metrics")
-                entries.append((order, f"{name} step {step} {key}", value))
-    return entries
-
-
-def read_records(path: Path, name: str) -> list[tuple]:
-    records = read_jsonl(path)
-    order = (name.split("/")[0], int(path.stem.removeprefix("step_")), "a rollout")
-    entries = [(order, f"{name} number of records", len(records))]
-    for i, record in enumerate(records):
-        entries += [(order, f"{name}{RECORD}{i} {key}", value) for key, value in record.items()]
-    return entries
+            values |= hash_tensors(load_checkpoint(path.parent), name)
+    return {"values": values, "crash": None}
 
 
 def load_checkpoint(folder: Path) -> dict[str, object]:
@@ -406,20 +404,19 @@ def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def hash_tensors(state: dict[str, object], name: str) -> list[tuple]:
-    """Entries with the SHA-256 of each tensor's type, shape and bytes; other values are left
-    out."""
-    entries = []
+def hash_tensors(state: dict[str, object], name: str) -> dict[str, str]:
+    """The SHA-256 of each tensor's type, shape and bytes; other values are left out."""
+    digests = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-            entries.append(((LAST, name), f"{name} tensor {key}", digest.hexdigest()))
-    return entries
+            digests[f"{name} tensor {key}"] = digest.hexdigest()
+    return digests
 
 
 def differences(old: dict, new: dict, ignored: list[str]) -> list[str]:
-    """Each difference of two runs' results as a line of text, the earliest step first. Places that
+    """Each difference of two runs' results as a line of text. Places that
     match a pattern of `ignored` are left out."""
     for side, results in (("old", old), ("new", new)):
         if results["crash"] is not None:

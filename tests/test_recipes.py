@@ -12,8 +12,7 @@ from common import ROOT, make_tokenizer, read_jsonl
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
-from rl2.data.rows import load_rows
+from rl2.data.examples import PAIR_ROWS, SFT_ROWS
 from rl2.inputs import read_examples
 from rl2.ppo_inputs import make_prompts, read_ppo_inputs
 
@@ -204,19 +203,13 @@ def test_prompts_of_public_data_show_the_format_that_the_environment_reads(tmp_p
     assert [(row["answer"], row["numbers"]) for row in train] == [(26, [3, 9, 1])] * 2
 
 
-def test_limo_trains_the_whole_solution(tmp_path, monkeypatch):
+def test_limo_has_the_whole_solution_as_its_reply(tmp_path, monkeypatch):
     train, test = make_data(monkeypatch, "limo", tmp_path)
     assert (len(train), len(test)) == (17, 17)
     question, reply = train[0]["messages"]
     assert question["content"].startswith("What is 1 + 1?") and r"\boxed{}" in question["content"]
     assert reply["role"] == "assistant" and reply["content"].endswith(r"\boxed{2}")
     assert train[0]["answer"] == "2"
-    tokenizer = make_tokenizer()
-    rows = load_rows(str(tmp_path / "train.jsonl"), read=SFT_ROWS.read)
-    example = Examples(rows, ChatTemplate(tokenizer), SFT_ROWS, max_length=16384)[0]
-    [(tokens, mask)] = example.sequences
-    trained = [token for token, is_trained in zip(tokens, mask, strict=True) if is_trained]
-    assert tokenizer.decode(trained) == reply["content"] + "<|im_end|>"
 
 
 def test_pairs_that_teach_nothing_are_left_out(tmp_path, monkeypatch, capsys):

@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, PromptConfig
 from rl2.data.chat import ChatTemplate
-from rl2.trainer.inputs import make_chat_template
-from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
+from rl2.inputs import make_chat_template
+from rl2.ppo_inputs import make_prompts, read_ppo_inputs
 
 PPO = ("-m", "rl2.trainer.ppo")
 
