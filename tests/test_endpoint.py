@@ -281,15 +281,32 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
     assert trained_text(player, trajectory.samples[0]) == "one x<|im_end|>"
 
 
-JUDGES = ["", "def reward_fn(messages, finish_reason): return 1.0"]
-# Limits, and the turns that they leave.
-LIMITS = [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+LOOPS = {
+    "run": """
+        def run(row, base_url, model, api_key):
+            messages = list(row["messages"])
+            while True:
+                messages += [ask(base_url, api_key, messages)["message"], user("more")]
+    """,
+    "play": """
+        async def play(row, generate):
+            messages = list(row["messages"])
+            while True:
+                reply = await generate(messages)
+                messages += [reply.message, user("more")]
+    """,
+}
 
 
-def check_limits(tmp_path, env, judge, limits, turns):
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
+@pytest.mark.parametrize(
+    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+)
+def test_limits_end_a_trajectory(tmp_path, loop, judge, limits, turns):
     """The request beyond a limit is refused. reward_fn then judges what there is."""
-    text = f"{judge}\n{textwrap.dedent(env)}"
-    (trajectory,), player = play(tmp_path, list("abcdef"), text, **limits)
+    env = f"{judge}\n{textwrap.dedent(LOOPS[loop])}"
+    (trajectory,), player = play(tmp_path, list("abcdef"), env, **limits)
     assert len(player.engine.requests) == turns
     if judge and turns:
         assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
@@ -297,18 +314,6 @@ def check_limits(tmp_path, env, judge, limits, turns):
     else:
         assert trajectory.finish_reason == "failed"
         assert not any(1 in sample.mask for sample in trajectory.samples)
-
-
-@pytest.mark.parametrize("judge", JUDGES)
-@pytest.mark.parametrize("limits, turns", LIMITS)
-def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
-    env = """
-        def run(row, base_url, model, api_key):
-            messages = list(row["messages"])
-            while True:
-                messages += [ask(base_url, api_key, messages)["message"], user("more")]
-    """
-    check_limits(tmp_path, env, judge, limits, turns)
 
 
 REFUSED_ONCE = """
@@ -528,14 +533,6 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
     assert player.failures.count == 0 and not player.endpoint.addresses
 
 
-def check_refused(tmp_path, env, options, message):
-    """The env file is refused when it is loaded or tried."""
-    (tmp_path / "env.py").write_text(env)
-    with pytest.raises(ValueError, match=message):
-        env = load_env(str(tmp_path / "env.py"))
-        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
-
-
 @pytest.mark.parametrize(
     "env, options, message",
     [
@@ -545,10 +542,20 @@ def check_refused(tmp_path, env, options, message):
         ("def run(base_url, level): ...", {}, "run needs column 'level'"),
         ("def run(command): ...", {}, "expected a function reward_fn"),
         ("def run(base_url, /): ...", {}, "its arguments are passed by name"),
+        ("def play(row, generate): ...", {}, "must be async"),
+        ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
+        ("async def play(generate): ...\ndef interact(messages): ...", {}, "`play` plays the"),
+        ("async def play(generate): ...", {"is_partial": True}, "rollout.partial=true moves"),
+        ("async def play(generate, level): ...", {}, "play needs column 'level'"),
+        ("def play(game): ...", {}, "expected a function reward_fn"),
     ],
 )
-def test_agents_that_cannot_work_are_refused(tmp_path, env, options, message):
-    check_refused(tmp_path, env, options, message)
+def test_agents_and_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
+    """When the env file is loaded or tried."""
+    (tmp_path / "env.py").write_text(env)
+    with pytest.raises(ValueError, match=message):
+        env = load_env(str(tmp_path / "env.py"))
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
 
 
 def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
@@ -713,16 +720,6 @@ def test_a_client_that_may_not_ask_is_refused_before_its_body():
     assert b" 401 " in answer
 
 
-def check_it_learns(setup, tmp_path, env):  # noqa: F811
-    """The reward of a run on the letter task rises, without a failed trajectory."""
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    train(2, *setup, "rollout.env_timeout=200", "rollout.max_turns=2", "trainer.n_epochs=1")
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert all(line["rollout/failed"] == 0 for line in lines)
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
-
-
 def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
     """Two clients against the real engines of two processes: the reward rises."""
     pytest.importorskip("openai", reason="comes with rl2[test]")
@@ -745,4 +742,9 @@ def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
                 text = await ask_anthropic(asked, base_url, api_key)
             return sum(letter in row["answer"] for letter in text) / max(len(text), 1)
     """
-    check_it_learns(setup, tmp_path, env)
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    train(2, *setup, "rollout.env_timeout=200", "rollout.max_turns=2", "trainer.n_epochs=1")
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert all(line["rollout/failed"] == 0 for line in lines)
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards

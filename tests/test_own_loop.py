@@ -3,16 +3,7 @@
 import pytest
 from common import pack_rows
 from scripted import PARAMS, make_row, process_group  # noqa: F401
-from test_endpoint import (
-    JUDGES,
-    LIMITS,
-    TWO_TURNS,
-    check_limits,
-    check_refused,
-    describe,
-    make_agent,
-    play,
-)
+from test_endpoint import TWO_TURNS, describe, make_agent, play
 from test_env_objects import trained_text
 
 from rl2.config.schema import RolloutConfig
@@ -142,19 +133,6 @@ def test_a_reply_that_nobody_awaits_ends_with_the_loop(tmp_path):
     assert texts(player, trajectory) == ["1<|im_end|>"] and player.engine.num_running == 0
 
 
-@pytest.mark.parametrize("judge", JUDGES)
-@pytest.mark.parametrize("limits, turns", LIMITS)
-def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
-    env = """
-        async def play(row, generate):
-            messages = list(row["messages"])
-            while True:
-                reply = await generate(messages)
-                messages += [reply.message, user("more")]
-    """
-    check_limits(tmp_path, env, judge, limits, turns)
-
-
 @pytest.mark.parametrize(
     "body, reason",
     [
@@ -170,21 +148,6 @@ def test_a_loop_without_a_result_fails(tmp_path, body, reason):
     """
     trajectory, player = play_one(tmp_path, ["1"], env)
     assert trajectory.finish_reason == "failed" and reason in str(player.failures.last)
-
-
-@pytest.mark.parametrize(
-    "env, options, message",
-    [
-        ("def play(row, generate): ...", {}, "must be async"),
-        ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
-        ("async def play(generate): ...\ndef interact(messages): ...", {}, "`play` plays the"),
-        ("async def play(generate): ...", {"is_partial": True}, "rollout.partial=true moves"),
-        ("async def play(generate, level): ...", {}, "play needs column 'level'"),
-        ("def play(game): ...", {}, "expected a function reward_fn"),
-    ],
-)
-def test_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
-    check_refused(tmp_path, env, options, message)
 
 
 def test_it_cannot_run_in_another_process(tmp_path):
