@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 from common import make_model, make_tokenizer
-from engine_contract import check_contract, check_signatures, play
+from engine_contract import check_contract, check_signatures, make_prompts, play
 from parity import worker_config
 from transformers import AutoModelForCausalLM
 
@@ -80,12 +80,6 @@ def test_vllm_takes_its_share_of_the_free_memory_of_a_gpu(llama, monkeypatch):
     assert (arguments["dtype"], arguments["seed"]) == ("bfloat16", 1)
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}
     assert "kv_cache_memory_bytes" not in arguments
-
-
-def make_prompts(count, longest=90, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
 
 
 def to_tuples(generations):
