@@ -15,7 +15,7 @@ from rl2.config.schema import (
     worker_names,
 )
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, hold_out
+from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, describe_steps, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.attachment import ModelSettings
@@ -184,7 +184,7 @@ def count_steps(examples: Examples | Mixture, folder: RunFolder) -> int:
     """
     steps = folder.count_steps(len(examples), examples.batch_size)
     folder.end_if_done(steps)
-    print_once(examples.describe_steps(steps))
+    print_once(describe_steps(examples, steps))
     return steps
 
 

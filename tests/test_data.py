@@ -33,6 +33,7 @@ from rl2.data.examples import (
     Examples,
     Mixture,
     RowKind,
+    describe_steps,
     hold_out,
     render_sft,
     summarise_sources,
@@ -350,10 +351,10 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 
 def test_the_start_says_how_a_run_uses_the_rows():
     prompts = make_examples(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
-    [sentence] = prompts.describe_steps(5)
+    [sentence] = describe_steps(prompts, 5)
     assert re.findall(r"\d+", sentence) == ["5", "2", "5", "2"]
     prompts = make_examples(make_rows([1] * 5), batch_size=8)
-    sentence, problem = prompts.describe_steps(1)
+    sentence, problem = describe_steps(prompts, 1)
     assert re.findall(r"[\d.]+", sentence) == ["5", "8", "1", "1.6"]
     assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
     counts = Counter(prompt.index for prompt in DataCursor(prompts).next_batch())
@@ -497,7 +498,7 @@ def test_a_mixture_needs_only_the_position():
 
 
 def test_the_start_says_how_a_run_uses_each_source():
-    sentences = make_mixture([6, 2], [1, 3], batch_size=4).describe_steps(4)
+    sentences = describe_steps(make_mixture([6, 2], [1, 3], batch_size=4), 4)
     assert [re.findall(r"[\d.]+\d|\d", sentence) for sentence in sentences] == [
         ["8", "4", "4", "2"],
         ["6", "0.25", "0.667"],

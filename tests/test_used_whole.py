@@ -268,7 +268,8 @@ def test_json_text_of_messages_is_parsed_where_the_column_has_no_list(tmp_path):
     assert load_rows(str(path), read=SFT_ROWS.read)[0]["messages"] == [USER]
     lines = [{"prompt": messages, "completion": "w"}, {"prompt": [USER], "completion": [ANSWER]}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert load_rows(str(path), read=SFT_ROWS.read)[0]["messages"] == messages
+    with pytest.raises(ValueError, match="row 1: column 'prompt' is JSON text .* row 2 has a list"):
+        load_rows(str(path), read=SFT_ROWS.read)
 
 
 @pytest.mark.parametrize("margin", ["NaN", "Infinity", '"nan"', '"x"'])

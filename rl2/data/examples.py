@@ -219,10 +219,6 @@ class Examples:
     def __len__(self) -> int:
         return len(self.kept)
 
-    def describe_steps(self, num_steps: int) -> list[str]:
-        """How a run of `num_steps` uses the items, in sentences."""
-        return describe_steps(self, num_steps)
-
     def describe_dropped(self, split: str) -> list[str]:
         """How many items are too long, in sentences. Those that are dropped are a warning.
 
@@ -327,18 +323,6 @@ class Mixture:
         example.index += int(self.first_indices[number])
         return example
 
-    def describe_steps(self, num_steps: int) -> list[str]:
-        """How a run of `num_steps` uses the examples, in sentences."""
-        sentences = describe_steps(self, num_steps)
-        num_epochs = num_steps * self.batch_size / len(self)
-        for source, count in zip(self.sources, self.counts, strict=True):
-            sentences.append(
-                f"data.path.{source.source}: {len(source)} {self.kind.name}, "
-                f"{count / len(self):.3g} of a step; "
-                f"epochs: {num_epochs * count / len(source):.3g}"
-            )
-        return sentences
-
     def describe_dropped(self, split: str) -> list[str]:
         """How many examples of each source are too long, in sentences."""
         described = []
@@ -364,7 +348,7 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     return numbers[np.argsort(places, kind="stable")]
 
 
-def describe_steps(examples: "Examples | Mixture", num_steps: int) -> list[str]:
+def describe_steps(examples: Examples | Mixture, num_steps: int) -> list[str]:
     """How a run of `num_steps` uses the examples, in sentences."""
     size, name = examples.batch_size, examples.kind.name
     epochs = num_steps * size / len(examples)
@@ -376,6 +360,13 @@ def describe_steps(examples: "Examples | Mixture", num_steps: int) -> list[str]:
             f"{examples.kind.batch_key}={size} is more than the {len(examples)} {name}: a "
             f"step repeats them, {size / len(examples):.3g} times each on average"
         )
+    if isinstance(examples, Mixture):
+        for source, count in zip(examples.sources, examples.counts, strict=True):
+            sentences.append(
+                f"data.path.{source.source}: {len(source)} {name}, "
+                f"{count / len(examples):.3g} of a step; "
+                f"epochs: {epochs * count / len(source):.3g}"
+            )
     return sentences
 
 

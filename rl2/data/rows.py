@@ -44,10 +44,6 @@ LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 
-class CsvRow(dict):
-    """A row of a csv file, all cells of which are text."""
-
-
 # A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
 RawRow = Any
 NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
@@ -76,9 +72,9 @@ def load_rows(
     data set may end in a configuration and in a split that is read in place of `split`:
     openai/gsm8k:main@train.
 
-    `tools`, and a list of messages in a column of conversations, may be JSON text, as in csv; in
-    other formats only where no row has a list in the column. Other text is plain text. All other
-    cells of a csv file stay text.
+    `tools`, and a list of messages in a column of conversations, may be JSON text, as in csv. Then
+    no row has a list in that column. Other text is plain text. All other cells of a csv file stay
+    text.
 
     `columns` renames columns, see `rename_columns`. `read(row)` is one of formats.py: it raises
     ValueError for a row that does not suit. All rows, or the first `limit`, are read; then
@@ -94,8 +90,7 @@ def load_rows(
 
     def build() -> Iterator[pyarrow.RecordBatch]:
         located_rows = itertools.islice(_read_rows(path, source), limit)
-        is_text = partial(_has_lists, path, source, columns)
-        return check_rows(path, located_rows, read, columns, cache(is_text))
+        return check_rows(path, located_rows, read, columns)
 
     rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
@@ -188,21 +183,25 @@ def check_rows(
     located_rows: Iterator[LocatedRow],
     read: Callable[[dict], ReadRow] | None,
     columns: dict[str, str],
-    is_text: Callable[[str], bool],
 ) -> Iterator[pyarrow.RecordBatch]:
-    """The rows and their summary in batches. In the end ValueError lists the malformed rows.
-
-    `is_text(column)` says whether a text in the column of conversations is never JSON.
-    """
+    """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
     problems: dict[str, list[str]] = defaultdict(list)
     kinds: dict[tuple, Alike] = {}
     all_notes: dict[str, Alike] = {}
+    lists: dict[str, str] = {}  # the first row with a list in a column of conversations
+    texts: dict[str, str] = {}  # and the first one with JSON text of a list
     index = 0
     while chunk := list(itertools.islice(located_rows, ROWS_PER_BATCH)):
         packed = []
         for location, raw_row in chunk:
             try:
-                row = _parse_row(raw_row, columns, is_text)
+                row = rename_columns(_unpack_row(raw_row), columns)
+                given = {column: row[column] for column in PARSED_COLUMNS if column in row}
+                row = _parse_row(row, isinstance(raw_row, pyarrow.RecordBatch))
+                for column, value in given.items():
+                    if column != "tools" and isinstance(row[column], list):
+                        firsts = texts if isinstance(value, str) else lists
+                        firsts.setdefault(column, location)
                 row, notes = read(row) if read else (row, [])
             except ValueError as error:
                 problems[str(error)].append(location)
@@ -214,6 +213,11 @@ def check_rows(
             index += 1
         yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)
     check_problems(path, problems)
+    for column in texts.keys() & lists.keys():
+        raise ValueError(
+            f"{texts[column]}: column '{column}' is JSON text of messages, and {lists[column]} has "
+            "a list in it; write all rows in one way"
+        )
     summary = {"row": pickle.dumps((list(kinds.values()), all_notes))}
     yield pyarrow.RecordBatch.from_pylist([summary], ROWS_SCHEMA)
 
@@ -234,22 +238,18 @@ def check_problems(path: str, problems: dict[str, list[str]]) -> None:
     raise ValueError("\n".join(lines))
 
 
-def _parse_row(row: RawRow, columns: dict[str, str], is_text: Callable[[str], bool]) -> dict:
-    """The row with its columns renamed, and JSON text of conversations and tools parsed."""
-    is_columnar = isinstance(row, pyarrow.RecordBatch)
-    is_csv = isinstance(row, CsvRow)
-    row = rename_columns(_unpack_row(row), columns)
+def _parse_row(row: dict, is_columnar: bool) -> dict:
+    """The row with JSON text of conversations and tools parsed."""
+    parsed = {}
     for column, value in row.items():
         # Columnar files give each struct the keys of all structs, with null for those it lacks.
         drops_nulls = is_columnar and not isinstance(value, str) and column in PARSED_COLUMNS
         if isinstance(value, str) and column == "tools":
             value = _parse_json(value or "null", "column 'tools'")
         elif isinstance(value, str) and column in PARSED_COLUMNS:
-            messages = _parse_messages(value, column)
-            if messages is not None and (is_csv or not is_text(column)):
-                value = messages
-        _, row[column] = _clean([column, value], column, drops_nulls)
-    return row
+            value = _parse_messages(value, column)
+        _, parsed[column] = _clean([column, value], column, drops_nulls)
+    return parsed
 
 
 def _unpack_row(row: RawRow) -> dict:
@@ -269,35 +269,23 @@ def _unpack_row(row: RawRow) -> dict:
     return row
 
 
-def _parse_messages(text: str, column: str) -> list[dict] | None:
-    """The list of messages that a text is in JSON; None for any other text.
+def _parse_messages(text: str, column: str) -> str | list[dict]:
+    """The list of messages that a text is in JSON; any other text as it is.
 
     ValueError for JSON with an error in a column that is named after messages.
     """
     if not re.match(r"\s*\[\s*\{", text):
-        return None
+        return text
     try:
         value = _parse_json(text, f"column '{column}'")
     except ValueError:
         if column in ("messages", "conversations"):
             raise
-        return None
+        return text
     is_conversation = isinstance(value, list) and all(
         isinstance(message, dict) and message.keys() & {"role", "from"} for message in value
     )
-    return value if is_conversation else None
-
-
-def _has_lists(path: str, source: Source, columns: dict[str, str], column: str) -> bool:
-    """Whether a row has a list in the column. Reads all rows again, which few data sets need."""
-    for _, raw_row in _read_rows(path, source):
-        try:
-            row = rename_columns(_unpack_row(raw_row), columns)
-        except ValueError:
-            continue  # refused where the rows are checked
-        if isinstance(row.get(column), list):
-            return True
-    return False
+    return value if is_conversation else text
 
 
 def _parse_json(text: str, source: str) -> Any:
@@ -453,7 +441,7 @@ def _read_csv(file: Path) -> Iterator[NumberedRow]:
             raise ValueError(f"columns are separated by commas, and its header is {header!r}")
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
-            yield first_line, CsvRow(row)
+            yield first_line, row
             first_line = reader.line_num + 1
 
 
