@@ -93,10 +93,10 @@ def rewards_of(numbers, mean_score):
     ],
 )
 def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(mean_scores, limit):
-    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_scores=mean_scores)
-    assert schedule.limit == limit and schedule.may_end_early
+    schedule = GroupSchedule(num_needed=16, max_used=48, filter=SOME, mean_scores=mean_scores)
+    assert schedule.start_limit == limit and schedule.may_start_unused
     ahead = GroupSchedule(16, 48, num_ahead=2, filter=SOME, mean_scores=mean_scores)
-    assert ahead.limit == limit + 2
+    assert ahead.start_limit == limit + 2
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(me
     ],
 )
 def test_a_step_ends_with_the_last_group_that_it_needs(mean_scores, length):
-    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_scores=mean_scores)
-    assert schedule.length == length and schedule.is_complete == (length is not None)
+    schedule = GroupSchedule(num_needed=16, max_used=48, filter=SOME, mean_scores=mean_scores)
+    assert schedule.num_used == length and schedule.is_complete == (length is not None)
 
 
 def test_without_a_filter_the_length_is_known_before_the_groups_are_done():
-    schedule = GroupSchedule(num_needed=2, most=2)
-    assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 2, False)
-    schedule = GroupSchedule(num_needed=2, most=2, num_ahead=2, mean_scores={0: 0.0, 3: 1.0})
-    assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 4, True)
+    schedule = GroupSchedule(num_needed=2, max_used=2)
+    assert (schedule.num_used, schedule.start_limit, schedule.may_start_unused) == (2, 2, False)
+    schedule = GroupSchedule(num_needed=2, max_used=2, num_ahead=2, mean_scores={0: 0.0, 3: 1.0})
+    assert (schedule.num_used, schedule.start_limit, schedule.may_start_unused) == (2, 4, True)
     assert not schedule.is_complete
     schedule.mean_scores[1] = math.nan
     assert schedule.is_complete
@@ -128,7 +128,7 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
     """It plays nothing. The other process has finished three groups when it looks."""
     collector = make_collector(tmp_path, [1] * 4, {}, 2, filter=SOME, max_refills=1)
     collector.player.engine.index = None
-    schedule = GroupSchedule(num_needed=2, most=4, filter=SOME)
+    schedule = GroupSchedule(num_needed=2, max_used=4, filter=SOME)
     board = GroupBoard()
     for number, mean_score in enumerate([0.5, 0.0, 0.5]):
         board.post(number, mean_score)
@@ -141,11 +141,11 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
         split="train",
         seed=(0,),
         deterministic=True,
-        keeps_rest=False,
+        continues_unused=False,
         bar=None,
     )
     collector.player.engine.loop.run_until_complete(rollout.play())
-    assert schedule.length == 3 and not rollout.played
+    assert schedule.num_used == 3 and not rollout.played
     board.clear()
     assert not board.read()
 

@@ -107,9 +107,9 @@ class CallReader:
             found = find_calls(turn, tools, syntaxes, in_reasoning)
             if self.has_response_template and not found.calls:
                 # It reads turns without a call, so this has one.
-                found.calls.append(ToolCall("", error=UNREADABLE))
+                found.calls.append(ToolCall("", error=UNREADABLE, is_unreadable=True))
         for call in found.calls:
-            if call.error.startswith(UNREADABLE):
+            if call.is_unreadable:
                 call.error += f". Write {self.example}"
         return found
 
@@ -129,7 +129,8 @@ class CallReader:
             try:
                 calls.append(to_call(name, arguments))
             except Exception as error:  # whatever it has made of the model's text
-                calls.append(ToolCall("", error=f"{UNREADABLE}: {error}"))
+                error_text = f"{UNREADABLE}: {error}"
+                calls.append(ToolCall("", error=error_text, is_unreadable=True))
         return calls
 
     def _write_call(self, name: str, arguments: dict[str, Any]) -> str | None:

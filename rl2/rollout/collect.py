@@ -117,10 +117,10 @@ class Collector:
         schedule = self._make_schedule(is_last=step == self.num_steps)
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
-        length = schedule.length
-        assert length is not None
-        self.carried_over = self._find_leftovers(groups, played, length)
-        used = {number: group for number, group in played.items() if number < length}
+        num_used = schedule.num_used
+        assert num_used is not None
+        self.carried_over = self._keep_unused(groups, played, num_used)
+        used = {number: group for number, group in played.items() if number < num_used}
         if schedule.filter:
             _apply_filter(used, schedule)
         own = [trajectory for group in used.values() for trajectory in group.trajectories]
@@ -141,7 +141,7 @@ class Collector:
         size = self.cursor.examples.batch_size
         return GroupSchedule(
             num_needed=size,
-            most=size * (1 + self.max_refills) if self.filter else size,
+            max_used=size * (1 + self.max_refills) if self.filter else size,
             num_ahead=size if self.partial and not is_last else 0,
             filter=self.filter,
         )
@@ -156,8 +156,8 @@ class Collector:
             return group
         return _restart(group)
 
-    def _find_leftovers(
-        self, groups: StepGroups, played: dict[int, Group], length: int
+    def _keep_unused(
+        self, groups: StepGroups, played: dict[int, Group], num_used: int
     ) -> list[Group]:
         """Returns the groups for the next step, and moves the data position past all that is kept.
 
@@ -165,16 +165,16 @@ class Collector:
         partial rollouts there are none.
         """
         assert self.cursor is not None
-        num_kept = length
+        num_kept = num_used
         if self.partial:
-            num_kept = max(length, len(groups.carried_over))
-            unused = {number: group for number, group in played.items() if number >= length}
+            num_kept = max(num_used, len(groups.carried_over))
+            unused = {number: group for number, group in played.items() if number >= num_used}
             for part in all_gather_objects(unused):
                 for number, group in part.items():
                     groups.replace(number, group)
                     num_kept = max(num_kept, number + 1)
         self.cursor.position = groups.get(num_kept - 1).data_position
-        return groups.groups[length:num_kept]
+        return groups.groups[num_used:num_kept]
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
         """ValueError if the rewards of the first step do not have the parts that keys name."""
@@ -209,7 +209,7 @@ class Collector:
         groups = [
             begin_group(i, prompt, num_samples, i * num_samples) for i, prompt in enumerate(prompts)
         ]
-        schedule = GroupSchedule(num_needed=len(groups), most=len(groups))
+        schedule = GroupSchedule(num_needed=len(groups), max_used=len(groups))
         board = GroupBoard()
         played = self._play(groups.__getitem__, schedule, board, params, split, step)
         own = [trajectory for group in played.values() for trajectory in group.trajectories]
@@ -241,7 +241,7 @@ class Collector:
                 split=split,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
-                keeps_rest=self.partial,
+                continues_unused=self.partial,
                 bar=bar,
             )
             self.player.engine.loop.run_until_complete(rollout.play())

@@ -31,7 +31,7 @@ class Rollout:
     split: str
     seed: Seed  # the same for all groups
     deterministic: bool  # groups are dealt to the engines in advance
-    keeps_rest: bool  # the next step continues the groups that this one does not use
+    continues_unused: bool  # the next step continues the groups that this one does not use
     bar: progress.Bar
     played: dict[int, Group] = field(default_factory=dict)  # by number
 
@@ -44,12 +44,12 @@ class Rollout:
         self.player.is_pausing = False
         playing = asyncio.ensure_future(self._play_groups())
         is_cut = False
-        while self.schedule.may_end_early and not playing.done() and not is_cut:
+        while self.schedule.may_start_unused and not playing.done() and not is_cut:
             await self._catch_up()
             if self.schedule.is_complete:
                 self.player.is_pausing = True
                 self.player.engine.abort()  # repeated: a request may have been on its way
-                if not self.keeps_rest and not self.player.num_requests:
+                if not self.continues_unused and not self.player.num_requests:
                     is_cut = playing.cancel()
         try:
             await playing
@@ -58,7 +58,7 @@ class Rollout:
         except asyncio.CancelledError:
             if not is_cut:
                 raise
-        if self.schedule.may_end_early and not self.keeps_rest:
+        if self.schedule.may_start_unused and not self.continues_unused:
             await self._end_unused()
 
     async def _end_unused(self) -> None:
@@ -66,12 +66,12 @@ class Rollout:
 
         What takes longer to end continues beside the training step.
         """
-        assert self.schedule.length is not None
+        assert self.schedule.num_used is not None
         ends = [
             self.player.end(trajectory, trajectory_key(self.split, trajectory))
             for number, group in self.played.items()
             for trajectory in group.trajectories
-            if number >= self.schedule.length
+            if number >= self.schedule.num_used
         ]
         if ends:
             await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
@@ -103,7 +103,7 @@ class Rollout:
         """Yields the numbers of the groups that this engine plays, as it gets to them."""
         engine, schedule = self.player.engine, self.schedule
         if engine.index is None:  # it serves another rank's engine, but must learn the length
-            while schedule.length is None:
+            while schedule.num_used is None:
                 await self._catch_up()
             return
         numbers: Iterator[int]
@@ -112,8 +112,8 @@ class Rollout:
         else:  # first come, first served
             numbers = self.board.claims()
         for number in numbers:
-            while number >= schedule.limit:
-                if schedule.length is not None:
+            while number >= schedule.start_limit:
+                if schedule.num_used is not None:
                     return
                 await self._catch_up()
             if self.player.is_pausing:
@@ -137,5 +137,5 @@ class Rollout:
         if env.spec.group_reward_fn is not None:
             await self.player.score_group(group)
         self.bar.add(1)
-        if self.schedule.may_end_early:
+        if self.schedule.may_start_unused:
             self.board.post(number, mean_score(group.trajectories, self.player.score))

@@ -15,21 +15,21 @@ class GroupSchedule:
 
     It is pure: it knows no store, no engine and no group, only numbers. Groups are numbered in the
     order of their prompts. The step trains the first `num_needed` groups that pass the filter, and
-    uses all groups up to the last of these, but never more than the first `most`. `num_ahead` more
-    groups may start for the next step.
+    uses all groups up to the last of these, but never more than the first `max_used`. As many as
+    `num_ahead` more groups may start for the next step.
 
-    For example, num_needed=2, most=6 and filter=(0, 1) with the mean scores 0.0, 0.5, 1.0, 0.5:
+    For example, num_needed=2, max_used=6 and filter=(0, 1) with the mean scores 0.0, 0.5, 1.0, 0.5:
     the step uses four groups and trains the second and the fourth.
     """
 
     num_needed: int
-    most: int
+    max_used: int
     num_ahead: int = 0
     filter: Sequence[float] = ()  # rollout.filter: (low, high), or empty
     mean_scores: dict[int, float] = field(default_factory=dict)  # of the groups that are done
 
     @property
-    def may_end_early(self) -> bool:
+    def may_start_unused(self) -> bool:
         """Whether groups may start that the step does not use."""
         return bool(self.filter or self.num_ahead)
 
@@ -41,7 +41,7 @@ class GroupSchedule:
         return low < self.mean_scores[number] < high
 
     @property
-    def limit(self) -> int:
+    def start_limit(self) -> int:
         """Groups with a smaller number may start.
 
         As many are in play as are missing, and as many more as failed the filter so far, up to
@@ -51,27 +51,27 @@ class GroupSchedule:
         num_passed = sum(self.passes_filter(number) for number in self.mean_scores)
         num_missing = max(self.num_needed + self.num_ahead - num_passed, 0)
         num_more = min(num_done - num_passed, num_missing)
-        return min(num_done + num_missing + num_more, self.most + self.num_ahead)
+        return min(num_done + num_missing + num_more, self.max_used + self.num_ahead)
 
     @property
-    def length(self) -> int | None:
+    def num_used(self) -> int | None:
         """How many groups the step uses; with a filter, None until that is known."""
         if not self.filter:
             return self.num_needed
         num_passed = 0
-        for number in range(self.most):
+        for number in range(self.max_used):
             if number not in self.mean_scores:
                 return None
             num_passed += self.passes_filter(number)
             if num_passed == self.num_needed:
                 return number + 1
-        return self.most
+        return self.max_used
 
     @property
     def is_complete(self) -> bool:
         """Whether all groups that the step uses are done."""
-        length = self.length
-        return length is not None and all(number in self.mean_scores for number in range(length))
+        num_used = self.num_used
+        return num_used is not None and all(n in self.mean_scores for n in range(num_used))
 
 
 class GroupBoard:

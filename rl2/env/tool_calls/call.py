@@ -15,11 +15,12 @@ NO_SPACE = re.compile(r"\S")
 
 @dataclass
 class ToolCall:
-    """A call that the model wrote. `error` says what is wrong with its text, or is empty."""
+    """A call that the model wrote. `error` says why it is not made, or is empty."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    is_unreadable: bool = False  # which the error says
 
 
 def to_call(name: Any, arguments: Any) -> ToolCall:

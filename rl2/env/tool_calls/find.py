@@ -83,7 +83,7 @@ def _read_at(
             errors.append((syntax, mark, _describe(error)))
     # The first syntax that has this mark explains itself.
     syntax, mark, reason = errors[0]
-    call = ToolCall("", error=f"{UNREADABLE}: {reason}")
+    call = ToolCall("", error=f"{UNREADABLE}: {reason}", is_unreadable=True)
     return [call], _end_of_unreadable(text, syntax, mark.end())
 
 
