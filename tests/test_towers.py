@@ -180,6 +180,16 @@ def test_the_engine_and_the_export_have_the_towers(tmp_path, name, device):
     engine.close()
 
 
+def test_in_bfloat16_the_text_model_is_trained_and_the_towers_keep_their_bits(name, device):
+    worker = Worker(worker_config(name, lr=1e-2, dtype="bfloat16"), device, False, 4)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    weights = dict(worker.iter_full_weights(torch.bfloat16))
+    plain = load_plain(name).bfloat16()
+    before = plain.state_dict()
+    changed = {key for key, weight in weights.items() if not weight.equal(before[key])}
+    assert changed and not changed & tower_weights(plain).keys()
+
+
 def test_adapters_are_in_the_text_model_only(tmp_path, name, device):
     worker = Worker(worker_config(name, lr=1e-2, lora_rank=3), device, False, 4)
     assert worker.trained_parameters

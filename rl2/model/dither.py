@@ -36,6 +36,8 @@ class Dither(Attachment):
         return cls() if is_rounded and settings.config.dither_weights else None
 
     def change(self, name: str, weight: Tensor) -> Tensor:
+        if weight.dtype != torch.float32:  # of a frozen tower
+            return weight
         return dither_(torch.initial_seed(), name, weight)
 
 

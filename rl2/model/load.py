@@ -151,19 +151,19 @@ def _read_whole(
 ) -> dict[str, Tensor] | None:
     """The whole weights on rank 0, which `read` reads; None on the others.
 
-    A node then holds one full copy, not one for each process. ValueError on all processes if the
-    weights cannot be used.
+    So one process holds a full copy, not each. ValueError on all processes if the weights cannot be
+    used.
     """
     full = None
     problem = None
     if dist.get_rank() == 0:
         try:
             full_hf, new = read()
+            for part in attachments:
+                part.after_read(full_hf)
         except ValueError as error:
             problem = str(error)
         else:
-            for part in attachments:
-                part.after_read(full_hf)
             full = full_hf.state_dict()
             for key in new:
                 full[key].zero_()  # a new critic starts from V = 0, not from noise
