@@ -98,9 +98,12 @@ def warn_of_checkpoints(config: Any) -> list[str]:
     trainer = config.trainer
     if trainer.eval_only or trainer.save_freq is not None:
         return []
+    title, saves = "no checkpoints: ", "Ctrl-C or SIGTERM"
+    if trainer.save_best is not None:
+        title, saves = "", "a best evaluation, Ctrl-C or SIGTERM"
     return [
-        "no checkpoints: trainer.save_freq is not set, so only a stop or a best evaluation saves "
-        "one, and a killed run repeats the steps since then"
+        f"{title}trainer.save_freq is not set, so a checkpoint comes from {saves} alone, and a "
+        "killed run repeats the steps since then"
     ]
 
 
