@@ -352,7 +352,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
     collector = make_training(collector, 3, 2, 1, **options)
 
     with monkeypatch.context() as patch:  # as after a group outside the filter
-        patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
+        patch.setattr(GroupSchedule, "start_limit", property(lambda _: 3))
         done = collector.collect(1)
     assert [t.group for t in done] == [0, 1]
     deadline = time.monotonic() + 10
