@@ -43,7 +43,7 @@ FAMILIES = {
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
     "gemma2": {**SPECIAL["gemma2"], "initializer_range": 0.05, "tied": True},  # with caps
-    "gemma3": WINDOWED["gemma3"],
+    "gemma3_text": WINDOWED["gemma3_text"],
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "lfm2_moe": {
         **EXPERTS,
