@@ -1,4 +1,4 @@
-"""Keeps a process alive whose stdout or stderr goes away, as a closed pipe or a lost terminal."""
+"""Keeps a process alive whose stdout or stderr goes away: a closed pipe, a lost terminal."""
 
 import errno
 import io

@@ -128,7 +128,6 @@ def check_teacher_vocabulary(config: PPOConfig) -> None:
     """ValueError unless the parts of two vocabularies that are cut alike have the same tokens."""
     tp_size = config.actor.tp_size
     names = (config.actor.model_name, teacher_model(config).model_name)
-
     sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
     if tp_size > 1 and sizes[0] != sizes[1]:
         raise ValueError(

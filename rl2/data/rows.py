@@ -195,12 +195,11 @@ def check_rows(
         packed = []
         for location, raw_row in chunk:
             try:
-                row = rename_columns(_unpack_row(raw_row), columns)
-                given = {column: row[column] for column in PARSED_COLUMNS if column in row}
-                row = _parse_row(row, isinstance(raw_row, pyarrow.RecordBatch))
-                for column, value in given.items():
-                    if column != "tools" and isinstance(row[column], list):
-                        firsts = texts if isinstance(value, str) else lists
+                given = rename_columns(_unpack_row(raw_row), columns)
+                row = _parse_row(given, isinstance(raw_row, pyarrow.RecordBatch))
+                for column in PARSED_COLUMNS:
+                    if column != "tools" and isinstance(row.get(column), list):
+                        firsts = texts if isinstance(given[column], str) else lists
                         firsts.setdefault(column, location)
                 row, notes = read(row) if read else (row, [])
             except ValueError as error:

@@ -11,11 +11,11 @@ from rl2.data.chat import ChatTemplate
 from rl2.env.tool_calls.call import ToolCall, to_call
 from rl2.env.tool_calls.find import (
     REASONING,
-    UNREADABLE,
     Found,
     find_bare_calls,
     find_calls,
     find_marked_calls,
+    unreadable_call,
 )
 from rl2.env.tool_calls.syntaxes import LLAMA, SYNTAXES, Syntax
 
@@ -107,7 +107,7 @@ class CallReader:
             found = find_calls(turn, tools, syntaxes, in_reasoning)
             if self.has_response_template and not found.calls:
                 # It reads turns without a call, so this has one.
-                found.calls.append(ToolCall("", error=UNREADABLE, is_unreadable=True))
+                found.calls.append(unreadable_call())
         for call in found.calls:
             if call.is_unreadable:
                 call.error += f". Write {self.example}"
@@ -129,8 +129,7 @@ class CallReader:
             try:
                 calls.append(to_call(name, arguments))
             except Exception as error:  # whatever it has made of the model's text
-                error_text = f"{UNREADABLE}: {error}"
-                calls.append(ToolCall("", error=error_text, is_unreadable=True))
+                calls.append(unreadable_call(str(error)))
         return calls
 
     def _write_call(self, name: str, arguments: dict[str, Any]) -> str | None:

@@ -83,8 +83,13 @@ def _read_at(
             errors.append((syntax, mark, _describe(error)))
     # The first syntax that has this mark explains itself.
     syntax, mark, reason = errors[0]
-    call = ToolCall("", error=f"{UNREADABLE}: {reason}", is_unreadable=True)
-    return [call], _end_of_unreadable(text, syntax, mark.end())
+    return [unreadable_call(reason)], _end_of_unreadable(text, syntax, mark.end())
+
+
+def unreadable_call(reason: str = "") -> ToolCall:
+    """A call that cannot be read, and why, if that is known."""
+    error = f"{UNREADABLE}: {reason}" if reason else UNREADABLE
+    return ToolCall("", error=error, is_unreadable=True)
 
 
 def _describe(error: Exception) -> str:
