@@ -9,13 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.config.schema import (
     DataConfig,
-    PromptConfig,
-    SFTDataConfig,
     source_name,
     worker_names,
 )
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, describe_steps, hold_out
+from rl2.data.examples import Examples, Mixture, RowKind, describe_steps, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.attachment import ModelSettings
@@ -124,7 +122,6 @@ def _tokenise(
                 template,
                 kind,
                 max_length=data.max_length,
-                truncate=isinstance(data, SFTDataConfig) and data.truncate,
                 shuffle=data.shuffle and is_trained,
                 seed=(data.seed, len(sources)) if is_one_of_several else data.seed,
                 batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
@@ -215,7 +212,6 @@ def make_chat_template(
         data.chat_template_kwargs,
         read_system_prompt(data),
         date.fromisoformat(day),
-        read_few_shot(data) if isinstance(data, PromptConfig) else [],
     )
 
 
@@ -225,20 +221,3 @@ def read_system_prompt(data: DataConfig) -> str | None:
         return data.system_prompt_file.read_text("utf-8").strip() or None
     value = data.system_prompt
     return SYSTEM_PROMPTS.get(value, value) if value else None
-
-
-def read_few_shot(data: PromptConfig) -> list[dict[str, Any]]:
-    """The messages of the solved examples, one example after the other. ValueError in words."""
-    if not data.few_shot:
-        return []
-    rows = load_rows(data.few_shot, "train", SFT_ROWS.read)
-    messages: list[dict[str, Any]] = []
-    for i in range(len(rows)):
-        example = rows[i]["messages"]
-        if isinstance(example, str):
-            raise ValueError(
-                f"data.few_shot={data.few_shot}: row {i + 1} is a plain text; give conversations "
-                "that end with the reply"
-            )
-        messages += example
-    return messages

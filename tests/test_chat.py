@@ -277,28 +277,6 @@ def test_variables_reach_the_template_and_wrong_ones_are_refused():
             ChatTemplate(tokenizer, variables={name: 1})
 
 
-def test_solved_examples_stand_before_the_prompt_and_after_the_system_message():
-    question = [{"role": "user", "content": "2?"}]
-    examples = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
-    system = [{"role": "system", "content": "Be kind."}]
-    tokenizer = make_tokenizer()
-    template = ChatTemplate(tokenizer, system_prompt="Be kind.", few_shot=examples)
-
-    def expected(*messages):
-        return rendered(tokenizer, [*messages])
-
-    assert template.render(question) == expected(*system, *examples, *question)
-    own = [{"role": "system", "content": "Be brief."}]
-    assert template.render([*own, *question]) == expected(*own, *examples, *question)
-    tokens = template.encode_prompt(question)
-    reply = template.tokenize("two")
-    messages = [*question, {"role": "assistant", "content": "two"}]
-    more = [{"role": "user", "content": "3?"}]
-    extension = template.extend([*tokens, *reply], len(reply), messages, more)
-    text = tokenizer.decode([*tokens, *reply, *extension])
-    assert text == expected(*system, *examples, *messages, *more)
-
-
 def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
     template = ChatTemplate(make_tokenizer(), system_prompt="Be kind.")
     start = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"

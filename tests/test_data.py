@@ -635,33 +635,8 @@ def test_dropped_rows_are_a_warning_with_both_numbers_and_the_remedy(num_long):
     assert len(sentences) == min(num_long, 1)
     for sentence in sentences:
         assert sentence.startswith(f"warning: {num_long} of 20 training prompts")
-        # The longest row, to choose a limit by; prompts cannot be cut.
+        # The longest row, to choose a limit by.
         assert "data.max_length=60" in sentence and "101 tokens" in sentence
-        assert "truncate" not in sentence
-
-
-def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
-    """Row 0 fits, 1 is cut in its reply, 2 has its reply after the limit, 3 is cut to one reply."""
-    rows = [
-        {"messages": talk("?", "w")},
-        {"messages": talk("?", "w w w w w")},
-        {"messages": talk("? ? ? ? ?", "w")},
-        {"messages": talk("?", "w", "?", "w w")},
-    ]
-    path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
-    dropped = make_examples(path, SFT_ROWS, tokenizer, max_length=4)
-    assert [example.index for example in dropped] == [0]
-    [warning] = dropped.describe_dropped("")
-    assert "3 of 4 rows (75%)" in warning and "data.truncate=true" in warning
-    cut = make_examples(path, SFT_ROWS, tokenizer, max_length=4, truncate=True)
-    assert {example.index: example.sequences for example in cut} == {
-        0: [([2, 3, 4], [0, 1, 1])],
-        1: [([2, 3, 3, 3], [0, 1, 1, 1])],
-        3: [([2, 3, 4, 2], [0, 1, 1, 0])],
-    }
-    assert (cut.num_truncated, cut.num_dropped, cut.longest) == (2, 1, 4)
-    sentences = " ".join(cut.describe_dropped(""))
-    assert "2 of 4 rows" in sentences and "1 of 4 rows (25%)" in sentences
 
 
 @pytest.mark.parametrize(

@@ -458,11 +458,11 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(
     assert "1 of 2 steps are done" in output
 
 
-def test_edited_examples_prompts_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
+def test_edited_prompts_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.py", "b.py", "shots.jsonl", "prompt.md"):
+    for name in ("a.py", "b.py", "prompt.md"):
         (tmp_path / name).write_text("before")
-    data = PromptConfig(path={"a": "a.jsonl", "b": "b.jsonl"}, few_shot="shots.jsonl")
+    data = PromptConfig(path={"a": "a.jsonl", "b": "b.jsonl"})
     data.system_prompt = "prompt.md"
     config = PPOConfig(data=data)
     config.actor.model_name = "model"
@@ -470,7 +470,6 @@ def test_edited_examples_prompts_and_one_of_several_envs_are_named(tmp_path, mon
     before = identify(config, "")
     assert find_changes(before, identify(config, "")) == ({}, {})
     for name, key in (
-        ("shots.jsonl", "data.few_shot"),
         ("prompt.md", "data.system_prompt"),
         ("b.py", "rollout.env_path"),
     ):

@@ -29,7 +29,6 @@ from common import (
     read_untimed_metrics,
     same_weights,
     torchrun,
-    write_jsonl,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -368,16 +367,12 @@ def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tm
     assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
 
 
-def test_solved_examples_and_a_system_prompt_are_read_from_files(tmp_path):
+def test_a_system_prompt_is_read_from_a_file(tmp_path):
     (tmp_path / "prompt.md").write_text("Answer in one word.\n")
-    talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
-    write_jsonl(tmp_path / "shots.jsonl", [{"messages": talk}] * 2)
-    shots, prompt = str(tmp_path / "shots.jsonl"), str(tmp_path / "prompt.md")
-    data = PromptConfig(few_shot=shots, system_prompt=prompt)
+    data = PromptConfig(system_prompt=str(tmp_path / "prompt.md"))
     template = make_chat_template(data, make_tokenizer(), "2026-11-28")
     text = template.render([{"role": "user", "content": "say a"}])
     assert "Answer in one word.<" in text and "prompt.md" not in text
-    assert text.count("zzz") == 2 and text.index("zzz") < text.index("say a")
 
 
 def test_a_hint_where_the_filter_leaves_no_answer(setup, tmp_path):

@@ -48,7 +48,9 @@ DROPPED = {
     "kl.importance_weights": "rl2 as it is: the weights are on with several updates a rollout",
     "rollout.length_penalty": "a part of the reward that reward_fn(messages, num_tokens) returns",
     "actor.skip": "actor.skip_threshold, which skips whole updates, or actor.off_policy_mask",
-    "data.num_few_shot": "a file of data.few_shot with as many rows",
+    "data.few_shot": "the solved examples in the `messages` of the rows, before the question",
+    "data.num_few_shot": "the solved examples in the `messages` of the rows, before the question",
+    "data.truncate": "a larger data.max_length, or rows that are cut where their text allows it",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }
 

@@ -132,9 +132,6 @@ class PromptConfig(DataConfig):
     responses_per_test_prompt: PositiveInt = key(
         1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
     )
-    few_shot: str | None = key(
-        None, "rows of solved examples to put in front of every prompt; as for SFT"
-    )
 
 
 @dataclass
@@ -145,9 +142,6 @@ class ExampleConfig(DataConfig):
 @dataclass
 class SFTDataConfig(ExampleConfig):
     turns: str = key("all", "assistant turns to train on", choices=("all", "last"))
-    truncate: bool = key(
-        False, "cut rows longer than data.max_length instead of dropping them; their end is lost"
-    )
 
 
 @dataclass

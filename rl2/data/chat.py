@@ -59,8 +59,6 @@ class ChatTemplate:
     variables: dict[str, Any] = field(default_factory=dict)  # for the template, by name
     system_prompt: str | None = None  # of conversations that begin with no system message
     date: datetime.date = field(default_factory=datetime.date.today)  # for templates that show it
-    # Solved examples in front of every conversation, after its system message.
-    few_shot: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """ValueError if the template lacks one of the variables."""
@@ -88,7 +86,6 @@ class ChatTemplate:
             tokenizer.chat_template,
             self.variables,
             self.system_prompt,
-            self.few_shot,
             shows_date and self.date,
         ]
 
@@ -217,13 +214,8 @@ class ChatTemplate:
         if not is_first_rank():
             return
         reason = "text prompts have no chat template"
-        if any(isinstance(row["messages"], str) for row in rows):
-            for key, value in (
-                ("data.system_prompt", self.system_prompt),
-                ("data.few_shot", self.few_shot),
-            ):
-                if value:
-                    print(f"warning: {key} is not shown in all rows: {reason}")
+        if self.system_prompt and any(isinstance(row["messages"], str) for row in rows):
+            print(f"warning: data.system_prompt is not shown in all rows: {reason}")
         row = next((row for row in rows if row.get("tools")), None)
         if row is None:
             return
@@ -415,12 +407,10 @@ class ChatTemplate:
         return _update_tool_messages(messages, {"role": "user"})
 
     def with_opening(self, messages: list[dict]) -> list[dict]:
-        """The messages with what stands before them: system prompt and solved examples."""
-        num_own = int(bool(messages) and messages[0]["role"] in SYSTEM_ROLES)
-        opening = messages[:num_own]
-        if self.system_prompt and not opening:
-            opening = [{"role": "system", "content": self.system_prompt}]
-        return [*opening, *self.few_shot, *messages[num_own:]]
+        """The messages, after the system prompt if they begin with none of their own."""
+        if not self.system_prompt or (messages and messages[0]["role"] in SYSTEM_ROLES):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _apply_template(
         self, messages: list[dict], tools: list | None, add_generation_prompt: bool

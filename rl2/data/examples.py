@@ -51,7 +51,6 @@ class RowKind(NamedTuple):
     render: Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
     name: str = "rows"
     batch_key: str = "data.batch_size"
-    can_truncate: bool = False  # whether the trainer has data.truncate
 
 
 @dataclass
@@ -76,9 +75,8 @@ class Examples:
     `self[i]` is the i-th example in the order of the rows. `at` follows the order of training, an
     endless sequence of epochs, each of which holds every example once; a `DataCursor` knows how far
     a run is in it. An example is as long as its longest sequence. Examples longer than `max_length`
-    tokens are dropped, and `num_dropped` counts them. With `truncate` their sequences are cut at
-    the end instead, and `num_truncated` counts those; only examples without a trained token in what
-    is left are dropped. ValueError when none is kept, or names rows that cannot be rendered.
+    tokens are dropped, and `num_dropped` counts them. ValueError when none is kept, or names rows
+    that cannot be rendered.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Examples:
         kind: RowKind,
         *,
         max_length: int,
-        truncate: bool = False,
         shuffle: bool = False,
         seed: int | tuple[int, ...] = 0,
         batch_size: int = 1,
@@ -107,19 +104,12 @@ class Examples:
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
-        self.truncate = truncate
         self.shuffle = shuffle
         self.seed = seed
         # Cached, since a step asks for each of its items; they are of few epochs.
         self.permutation = lru_cache(maxsize=4)(_permutation)
         self.batch_size = batch_size
-        is_kept = token_counts <= max_length
-        self.num_truncated = 0
-        if truncate:
-            for index in np.flatnonzero(~is_kept):
-                is_kept[index] = bool(self._sequences(int(index)))
-                self.num_truncated += int(is_kept[index])
-        self.kept = np.flatnonzero(is_kept)  # indices of rows, ascending
+        self.kept = np.flatnonzero(token_counts <= max_length)  # indices of rows, ascending
         self.num_dropped = len(token_counts) - len(self.kept)
         if len(self.kept) == 0:
             raise ValueError(
@@ -130,9 +120,8 @@ class Examples:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item, after truncation."""
-        longest = int(self.token_counts[self.kept].max())
-        return min(longest, self.max_length) if self.truncate else longest
+        """Tokens of the longest item."""
+        return int(self.token_counts[self.kept].max())
 
     def hash_messages(self) -> np.ndarray:
         """A number for each item [len(self)], which depends on its messages alone."""
@@ -142,7 +131,7 @@ class Examples:
         """Takes the items out for which `is_taken` [len(self)] holds, and returns them."""
         taken = copy(self)
         taken.kept = self.kept[is_taken]
-        taken.num_dropped = taken.num_truncated = 0
+        taken.num_dropped = 0
         self.kept = self.kept[~is_taken]
         return taken
 
@@ -199,19 +188,12 @@ class Examples:
         check_problems(self.rows.path, problems)
 
     def _sequences(self, index: int) -> TrainedSequences:
-        """The sequences of a row. Truncated ones without a trained token are left out."""
+        """The sequences of a row."""
 
         def read_lists(column: str) -> list[list[int]]:
             return [part.values.to_numpy().tolist() for part in self.table[column][index].values]
 
-        sequences = list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
-        if not self.truncate:
-            return sequences
-        truncated = []
-        for tokens, mask in sequences:
-            if any(mask[: self.max_length]):
-                truncated.append((tokens[: self.max_length], mask[: self.max_length]))
-        return truncated
+        return list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -220,26 +202,19 @@ class Examples:
         return len(self.kept)
 
     def describe_dropped(self, split: str) -> list[str]:
-        """How many items are too long, in sentences. Those that are dropped are a warning.
+        """A warning of how many items are too long, if there are some.
 
         `split` is put before their name: "training " or "test ".
         """
-        num_rows = len(self.token_counts)
-        of_all = f"of {num_rows} {split}{self.kind.name}"
-        limit = f"data.max_length={self.max_length}"
-        sentences = []
-        if self.num_truncated:
-            sentences.append(f"{self.num_truncated} {of_all} are longer than {limit} and truncated")
         if not self.num_dropped:
-            return sentences
-        share = self.num_dropped / num_rows
-        dropped = f"{self.num_dropped} {of_all} ({share:.0%}) are longer than {limit} and dropped"
-        if self.truncate:
-            dropped += ": no trained token is left of them"
-        remedy = f"the longest has {self.token_counts.max()} tokens: raise data.max_length"
-        if self.kind.can_truncate and not self.truncate:
-            remedy += ", or set data.truncate=true to cut them at the end"
-        return [*sentences, f"warning: {dropped}; {remedy}"]
+            return []
+        num_rows = len(self.token_counts)
+        return [
+            f"warning: {self.num_dropped} of {num_rows} {split}{self.kind.name} "
+            f"({self.num_dropped / num_rows:.0%}) are longer than data.max_length="
+            f"{self.max_length} and dropped; the longest has {self.token_counts.max()} tokens: "
+            "raise data.max_length"
+        ]
 
     def at(self, position: int) -> Example:
         """Returns the item at this position of the endless sequence of epochs."""
@@ -480,7 +455,7 @@ def render_labelled(template: ChatTemplate, row: dict) -> list[RenderedReply]:
 
 
 PROMPT_ROWS = RowKind(read_ppo_row, render_prompt, "prompts", "data.prompts_per_rollout")
-SFT_ROWS = RowKind(read_sft_row, render_sft, can_truncate=True)
+SFT_ROWS = RowKind(read_sft_row, render_sft)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
 LABELLED_ROWS = RowKind(read_labelled_row, render_labelled)
 
