@@ -63,11 +63,10 @@ def test_a_softmax_among_candidates(monkeypatch, exact, most_kept, dtype):
     ]
     counts = torch.tensor([len(x) for x in ids])
     logps, entropy = head_scores(
-        HeadInputs(hidden, weight, 0.7),
+        HeadInputs(hidden, weight, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids))),
         targets,
         with_entropy=True,
         exact=exact,
-        candidates=CandidateMask.of(counts, torch.cat(ids)),
     )
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     plain, plain_entropy = [], []

@@ -136,8 +136,8 @@ def test_a_biased_and_capped_head(monkeypatch, exact, most_kept, candidates):
         outside[range(23), targets] = False
         mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
     hidden, weight, bias = factors
-    head = HeadInputs(hidden, weight, 0.7, bias=bias, cap=2.5)
-    logps, entropy = head_scores(head, targets, True, exact=exact, candidates=mask)
+    head = HeadInputs(hidden, weight, 0.7, bias=bias, cap=2.5, candidates=mask)
+    logps, entropy = head_scores(head, targets, True, exact=exact)
     doubles = [x.detach().double().requires_grad_() for x in factors]
     logits = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9)
     log_p = logits.log_softmax(-1)
@@ -154,14 +154,14 @@ def test_the_kl_of_biased_and_capped_heads(monkeypatch, candidates):
     torch.manual_seed(0)
     factors = make_head()
     teacher = [x.detach() for x in make_head(width=12)]
-    teacher_head = HeadInputs(teacher[0], teacher[1], 1.3, bias=teacher[2], cap=4.0)
     outside = torch.zeros(23, 37, dtype=torch.bool)
     mask = None
     if candidates:
         outside = torch.rand(23, 37) < 0.5
         mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
-    head = HeadInputs(factors[0], factors[1], 0.7, bias=factors[2], cap=2.5)
-    kl = full_kl(head, teacher_head, candidates=mask)
+    head = HeadInputs(*factors[:2], 0.7, bias=factors[2], cap=2.5, candidates=mask)
+    teacher_head = HeadInputs(*teacher[:2], 1.3, bias=teacher[2], cap=4.0, candidates=mask)
+    kl = full_kl(head, teacher_head)
     doubles = [x.detach().double().requires_grad_() for x in factors]
     log_p = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9).log_softmax(-1)
     log_q = plain_logits(*[x.double() for x in teacher], 4.0, 1.3)

@@ -35,11 +35,13 @@ class HeadInputs:
     dtype: torch.dtype = torch.float32  # what the products are rounded to, see `head_scores`
     bias: Tensor | None = None  # [V], or this process's part
     cap: float | None = None  # of the logits before their division
+    candidates: CandidateMask | None = None  # of `candidate_mask`: each softmax is among these
 
-    def logit_settings(self, candidates: CandidateMask | None) -> LogitSettings:
-        """How the logits are computed, where each softmax is among the candidates."""
+    @property
+    def settings(self) -> LogitSettings:
+        """How the logits are computed."""
         dtype = torch.promote_types(self.dtype, self.hidden.dtype)
-        return LogitSettings(self.divisor, dtype, self.cap, candidates)
+        return LogitSettings(self.divisor, dtype, self.cap, self.candidates)
 
 
 def logit_divisor(config: Any) -> float:
@@ -62,19 +64,17 @@ def head_scores(
     *,
     group: dist.ProcessGroup | None = None,
     exact: bool = False,
-    candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
-    They are those of softmax(hidden @ weight.T / divisor): of each target, and of the whole. The
-    products are rounded to `head.dtype`, or to the type of `hidden` if that is finer. In bf16 those
-    between 16 and 32 are multiples of 1/8. The bias [V] is added to them. With a cap a logit x
-    becomes cap * tanh(x / cap), before the division.
+    They are those of softmax(hidden @ weight.T / divisor), among the candidates if there are some:
+    of each target, and of the whole. The products are rounded to `head.dtype`, or to the type of
+    `hidden` if that is finer. In bf16 those between 16 and 32 are multiples of 1/8. The bias [V] is
+    added to them. With a cap a logit x becomes cap * tanh(x / cap), before the division.
 
     The entropies are None without `with_entropy`. With `group`, the weight is this process's part
     of the vocabulary; the parts are in order of rank. With `exact` the log-probabilities have the
-    bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is
-    among these tokens only.
+    bits of the embedded engine's.
     """
     keeps_logits = (
         torch.is_grad_enabled()
@@ -82,9 +82,8 @@ def head_scores(
         and device_kind(head.hidden.device) == "cpu"
         and len(head.hidden) * len(head.weight) <= MOST_KEPT_LOGITS
     )
-    settings = head.logit_settings(candidates)
     columns = (head.hidden, head.weight, head.bias, targets)
-    return _Head.apply(*columns, settings, with_entropy, keeps_logits, exact, group)
+    return _Head.apply(*columns, head.settings, with_entropy, keeps_logits, exact, group)
 
 
 def candidate_mask(
@@ -236,16 +235,12 @@ def _add_chunk(logits, top, total, weighted, values=None) -> tuple[Tensor, ...]:
 
 
 def full_kl(
-    policy: HeadInputs,
-    teacher: HeadInputs,
-    *,
-    group: dist.ProcessGroup | None = None,
-    candidates: CandidateMask | None = None,
+    policy: HeadInputs, teacher: HeadInputs, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """KL(policy || teacher) of each pair [P] in fp32, in nats.
 
-    With `candidates` both distributions are among these tokens only. The tensors of the policy get
-    a gradient, those of the teacher get none. `group` is as in `head_scores`.
+    The tensors of the policy get a gradient, those of the teacher get none. `group` is as in
+    `head_scores`, and so are the candidates: both heads have the same ones.
 
     Models with the same tokens may pad their vocabularies to different sizes. Then both
     distributions are among the ids that both have; not with `group`, where the parts would not
@@ -260,8 +255,8 @@ def full_kl(
     return _FullKL.apply(
         *_first_tokens(policy, num_shared),
         *_first_tokens(teacher, num_shared),
-        policy.logit_settings(candidates),
-        teacher.logit_settings(candidates),
+        policy.settings,
+        teacher.settings,
         group,
     )
 

@@ -117,33 +117,45 @@ class TokenModel(nn.Module):
 
         With `teacher`, which is for the same pairs, also the KL divergences from it.
         """
-        hidden = self._hidden(pack)
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
-            return TokenScores(values=hidden.float() @ self.hf.score.weight[0].float())
-        head = self._head_inputs(hidden, temperature)
-        candidates = candidate_mask(
-            pack.candidate_counts, pack.candidate_ids, len(head.weight), self.tp
-        )
+            values = self._hidden(pack).float() @ self.hf.score.weight[0].float()
+            return TokenScores(values=values)
+        head = self._head_inputs(pack, temperature)
         logps, entropy = head_scores(
-            head,
-            pack.targets,
-            with_entropy,
-            group=self.tp,
-            exact=self.exactness.is_on,
-            candidates=candidates,
+            head, pack.targets, with_entropy, group=self.tp, exact=self.exactness.is_on
         )
         scores = TokenScores(logps=logps, entropy=entropy)
         if teacher is not None:
-            scores.teacher_kl = full_kl(head, teacher, group=self.tp, candidates=candidates)
+            scores.teacher_kl = full_kl(head, teacher, group=self.tp)
         return scores
 
     def head_inputs(self, pack: Pack, temperature: float = 1.0) -> HeadInputs:
-        """What the head of a teacher multiplies, for the pairs of `pack`, without a gradient.
+        """What the head of a teacher multiplies for the pairs of `pack`.
 
-        The weight is that of FSDP, which is valid until the model is resharded.
+        To FSDP this is a forward pass of its own. The weight is valid until it is resharded.
         """
-        return self._head_inputs(self._hidden(pack), temperature)
+        return self._head_inputs(pack, temperature)
+
+    def _head_inputs(self, pack: Pack, temperature: float) -> HeadInputs:
+        """What the head multiplies for the pairs of `pack`."""
+        hidden = self._hidden(pack)
+        head = self.hf.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if self.tp is not None:
+            weight = weight.to_local()
+            bias = None if bias is None else bias.to_local()
+        return HeadInputs(
+            hidden=hidden,
+            weight=weight,
+            divisor=temperature * self.logit_divisor,
+            dtype=self.head_dtype,
+            bias=bias,
+            cap=self.logit_cap,
+            candidates=candidate_mask(
+                pack.candidate_counts, pack.candidate_ids, len(weight), self.tp
+            ),
+        )
 
     def _hidden(self, pack: Pack) -> Tensor:
         """The last hidden states [P, E] of the pairs."""
@@ -157,22 +169,6 @@ class TokenModel(nn.Module):
             part.before_forward(pack, attend.layout, tokens.shape[1])
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
-
-    def _head_inputs(self, hidden: Tensor, temperature: float) -> HeadInputs:
-        """What the head multiplies the hidden states [P, E] with."""
-        head = self.hf.get_output_embeddings()
-        weight, bias = head.weight, getattr(head, "bias", None)
-        if self.tp is not None:
-            weight = weight.to_local()
-            bias = None if bias is None else bias.to_local()
-        return HeadInputs(
-            hidden=hidden,
-            weight=weight,
-            divisor=temperature * self.logit_divisor,
-            dtype=self.head_dtype,
-            bias=bias,
-            cap=self.logit_cap,
-        )
 
 
 def own_weights(
