@@ -47,7 +47,7 @@ def read_examples(
     config: Any,
     kind: RowKind,
     template: ChatTemplate,
-) -> tuple[Examples | Mixture, dict[str, Examples]]:
+) -> tuple[Mixture, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
     ValueError lists all problems, or says that a row has more positions than the model.
@@ -55,14 +55,9 @@ def read_examples(
     rows, problems = read_rows(config, kind)
     train, tests = make_examples(config, rows, kind, template, problems)
     assert train is not None
-    check_length(config, train, _shorter_rows(train))
-    for examples in tests.values():
-        check_length(config, examples, _shorter_rows(examples))
+    longest = max([train.longest, *(examples.longest for examples in tests.values())])
+    check_length(config, longest, f"a row has {longest} tokens: lower data.max_length")
     return train, tests
-
-
-def _shorter_rows(examples: Examples | Mixture) -> str:
-    return f"a row has {examples.longest} tokens: lower data.max_length"
 
 
 def make_examples(
@@ -71,7 +66,7 @@ def make_examples(
     kind: RowKind,
     template: ChatTemplate,
     problems: list[str],
-) -> tuple[Examples | Mixture | None, dict[str, Examples]]:
+) -> tuple[Mixture | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
 
     The training examples are None if there are no rows of data.path. The name of a test set is that
@@ -87,14 +82,20 @@ def make_examples(
     print_once(_warn_of_trained_tests(data))
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
-    train: Examples | Mixture | None = sources.get("")
-    if sources and train is None:
-        train = Mixture(sources, data.weights)
     for examples in tests.values():
         examples.kept = examples.kept[: data.test_limit]
-        print_once(examples.describe_dropped("test "))
-    if train is not None:
-        print_once(train.describe_dropped("training "))
+        print_once(examples.describe_dropped("test"))
+    for examples in sources.values():
+        print_once(examples.describe_dropped("training"))
+    if not sources:
+        return None, tests
+    train = Mixture(
+        sources,
+        data.weights,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
+    )
     return train, tests
 
 
@@ -113,27 +114,13 @@ def _tokenise(
     tests: dict[str, Examples] = {}
     for key, path_rows in rows.items():
         name = source_name(key)
-        is_trained = key in data.train_paths
-        # Two sources with equally many rows must not be shuffled alike: their rows may be in pairs.
-        is_one_of_several = is_trained and isinstance(data.path, dict)
+        part = sources if key in data.train_paths else tests
         try:
-            examples = Examples(
-                path_rows,
-                template,
-                kind,
-                max_length=data.max_length,
-                shuffle=data.shuffle and is_trained,
-                seed=(data.seed, len(sources)) if is_one_of_several else data.seed,
-                batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
-                source=name,
+            part[name] = Examples(
+                path_rows, template, kind, max_length=data.max_length, source=name
             )
         except ValueError as error:
             problems.append(str(error))
-            continue
-        if is_trained:
-            sources[name] = examples
-        else:
-            tests[name] = examples
     return sources, tests
 
 
@@ -162,19 +149,14 @@ def _warn_of_trained_tests(data: DataConfig) -> list[str]:
     return warnings
 
 
-def check_length(
-    config: Any, examples: Examples | Mixture, remedy: str, added_tokens: int = 0
-) -> None:
-    """ValueError, with the remedy, if the longest example has more positions than the model.
-
-    `added_tokens` is the most that a rollout adds to an example.
-    """
+def check_length(config: Any, num_tokens: int, remedy: str) -> None:
+    """ValueError, with the remedy, if sequences may have more tokens than the model positions."""
     worker = worker_names(config)[0]
     model_name = getattr(config, worker).model_name
-    check_num_positions(f"{worker}.model_name", model_name, examples.longest + added_tokens, remedy)
+    check_num_positions(f"{worker}.model_name", model_name, num_tokens, remedy)
 
 
-def count_steps(examples: Examples | Mixture, folder: RunFolder) -> int:
+def count_steps(examples: Mixture, folder: RunFolder) -> int:
     """Returns the steps of a run over `examples`, and prints how it uses them.
 
     Ends the program if all of them are done.

@@ -55,7 +55,7 @@ def _find_hint_problems(config: PPOConfig, rows: dict[str, Rows], envs: list[Env
 
 def make_prompts(
     config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
-) -> tuple[Examples | Mixture | None, dict[str, Examples]]:
+) -> tuple[Mixture | None, dict[str, Examples]]:
     """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
@@ -65,21 +65,21 @@ def make_prompts(
     if config.trainer.eval_only:
         train = None
     for examples in tests.values():
-        _check_trajectory_length(config, "test", examples)
+        _check_trajectory_length(config, "test", examples.longest)
     if train is not None:
-        _check_trajectory_length(config, "train", train)
+        _check_trajectory_length(config, "train", train.longest)
     return train, tests
 
 
-def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples | Mixture) -> None:
+def _check_trajectory_length(config: PPOConfig, split: str, longest_prompt: int) -> None:
     section = SAMPLING_SECTIONS[split]
     turns = config.rollout.max_turns
     answer = getattr(config.rollout, section).max_new_tokens
     remedy = (
-        f"a trajectory may get {prompts.longest} (the longest {split} prompt) + {turns} x {answer} "
+        f"a trajectory may get {longest_prompt} (the longest {split} prompt) + {turns} x {answer} "
         f"tokens: lower rollout.{section}.max_new_tokens, data.max_length or rollout.max_turns"
     )
-    check_length(config, prompts, remedy, turns * answer)
+    check_length(config, longest_prompt + turns * answer, remedy)
 
 
 def read_envs(

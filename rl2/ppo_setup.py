@@ -76,7 +76,7 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     model_stop_ids: list[int]  # the model's own tokens that end a turn
-    prompts: Examples | Mixture | None  # None in an evaluation
+    prompts: Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
     teacher_server: Teacher | None  # with teacher.base_url
     link: Link | None  # to the processes that only sample, or from them

@@ -10,7 +10,7 @@ from common import make_tokenizer, pack_rows
 
 from rl2.agents.player import AgentPlayer
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples
+from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples, Mixture
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
@@ -127,12 +127,10 @@ def make_training(collector, num_rows, batch_size, num_samples=2, **options):
 def train_rows(player, rows, batch_size, num_samples=2, **options):
     """A collector for training; `options` are its own."""
     options = {"params": PARAMS, "num_steps": 99, "deterministic": True, **options}
-    prompts = Examples(
-        pack_rows(rows), player.template, PROMPT_ROWS, max_length=100, batch_size=batch_size
-    )
+    prompts = Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=100)
     return Collector(
         player,
-        cursor=DataCursor(prompts),
+        cursor=DataCursor(Mixture({"": prompts}, {}, batch_size=batch_size)),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
         **options,

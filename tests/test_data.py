@@ -80,9 +80,12 @@ def make_examples(rows, kind=PROMPT_ROWS, tokenizer=None, **settings):
         rows = load_rows(str(rows), read=kind.read)
     else:
         rows = pack_rows(rows)
-    defaults = {"max_length": 99, "shuffle": False, "seed": 0, "batch_size": 1}
     template = ChatTemplate(tokenizer or make_tokenizer())
-    return Examples(rows, template, kind, **defaults | settings)
+    return Examples(rows, template, kind, **{"max_length": 99} | settings)
+
+
+def training_order(examples, **settings):
+    return Mixture({"": examples}, {}, **settings)
 
 
 def write(file, rows):
@@ -312,17 +315,17 @@ def test_a_system_prompt_may_have_a_name():
 
 def test_long_prompts_are_dropped_and_counted():
     rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
-    prompts = make_examples(rows, max_length=6, batch_size=2)
+    prompts = make_examples(rows, max_length=6)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts] == [(0, 3), (2, 4)]
     message = "data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     with pytest.raises(ValueError, match=message):
-        make_examples(rows, max_length=4, batch_size=2)
+        make_examples(rows, max_length=4)
 
 
 def test_more_rows_than_one_chunk(monkeypatch):
     monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
-    prompts = make_examples(make_rows(range(1, 9)), batch_size=8)
+    prompts = make_examples(make_rows(range(1, 9)))
     assert [len(prompt.tokens) for prompt in prompts] == [n + 2 for n in range(1, 9)]
 
 
@@ -332,8 +335,9 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
     n, batch_size, n_epochs, shuffle
 ):
     def make():
-        rows = make_rows([1] * n)
-        return DataCursor(make_examples(rows, shuffle=shuffle, seed=5, batch_size=batch_size))
+        prompts = make_examples(make_rows([1] * n))
+        order = training_order(prompts, shuffle=shuffle, seed=5, batch_size=batch_size)
+        return DataCursor(order)
 
     cursor = make()
     num_steps = max(1, n * n_epochs // batch_size)
@@ -350,10 +354,10 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 
 
 def test_the_start_says_how_a_run_uses_the_rows():
-    prompts = make_examples(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
-    [sentence] = describe_steps(prompts, 5)
+    prompts = make_examples(make_rows([1, 2, 99, 1, 1, 1]), max_length=60)
+    [sentence] = describe_steps(training_order(prompts, batch_size=2), 5)
     assert re.findall(r"\d+", sentence) == ["5", "2", "5", "2"]
-    prompts = make_examples(make_rows([1] * 5), batch_size=8)
+    prompts = training_order(make_examples(make_rows([1] * 5)), batch_size=8)
     sentence, problem = describe_steps(prompts, 1)
     assert re.findall(r"[\d.]+", sentence) == ["5", "8", "1", "1.6"]
     assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
@@ -363,8 +367,9 @@ def test_the_start_says_how_a_run_uses_the_rows():
 
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
-        prompts = make_examples(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
-        return [prompt.index for prompt in DataCursor(prompts, 50 * epoch).next_batch()]
+        prompts = make_examples(make_rows([1] * 50))
+        order = training_order(prompts, shuffle=True, seed=seed, batch_size=50)
+        return [prompt.index for prompt in DataCursor(order, 50 * epoch).next_batch()]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
@@ -426,12 +431,12 @@ def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):
 def make_mixture(lengths, weights=(), shuffle=False, batch_size=1):
     """A mixture of sources a, b, ... with so many prompts of one token more each."""
     names = "abcd"[: len(lengths)]
-    settings = {"shuffle": shuffle, "batch_size": batch_size}
     sources = {
-        name: make_examples(make_rows([1] * length), seed=(5, number), source=name, **settings)
-        for number, (name, length) in enumerate(zip(names, lengths, strict=True))
+        name: make_examples(make_rows([1] * length), source=name)
+        for name, length in zip(names, lengths, strict=True)
     }
-    return Mixture(sources, dict(zip(names, weights, strict=False)))
+    shares = dict(zip(names, weights, strict=False))
+    return Mixture(sources, shares, shuffle=shuffle, seed=5, batch_size=batch_size)
 
 
 def take(mixture, num_examples, start=0):
@@ -513,7 +518,7 @@ def test_the_metrics_of_a_batch_by_source():
     expected = {"a/rows": 2, "a/tokens": 6, "b/rows": 1, "b/tokens": 3}
     found = summarise_sources(examples)
     assert found == {f"sources/{name}": number for name, number in expected.items()}
-    assert summarise_sources(take(make_examples(make_rows([1])), 1)) == {}
+    assert summarise_sources(list(make_examples(make_rows([1])))) == {}
 
 
 def test_a_weight_that_is_too_small_for_an_epoch_is_refused():
@@ -622,7 +627,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
-    assert [examples.at(i).index for i in range(4)] == [0, 1, 0, 1]
+    assert [example.index for example in examples] == [0, 1]
     message = "data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     with pytest.raises(ValueError, match=message):
         make_examples(path, PAIR_ROWS, with_eos(), max_length=3)
@@ -631,7 +636,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
 @pytest.mark.parametrize("num_long", [0, 1, 2])
 def test_dropped_rows_are_a_warning_with_both_numbers_and_the_remedy(num_long):
     prompts = make_examples(make_rows([1] * (20 - num_long) + [99] * num_long), max_length=60)
-    sentences = prompts.describe_dropped("training ")
+    sentences = prompts.describe_dropped("training")
     assert len(sentences) == min(num_long, 1)
     for sentence in sentences:
         assert sentence.startswith(f"warning: {num_long} of 20 training prompts")

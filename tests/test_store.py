@@ -17,7 +17,7 @@ from env_helpers import env_of
 from rl2.config.schema import SFTConfig
 from rl2.data import store
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, DataCursor, Examples
+from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
 from rl2.data.formats import read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.env.load import preflight
@@ -65,11 +65,11 @@ def test_large_data_is_read_and_tokenised_once(cache, tmp_path, monkeypatch, cap
 
     def read_all():
         rows = load_rows(path, read=read_ppo_row)
-        prompts = Examples(rows, template, PROMPT_ROWS, max_length=99, shuffle=True, batch_size=4)
+        prompts = Examples(rows, template, PROMPT_ROWS, max_length=99)
         pair_rows = load_rows(pairs_path, read=PAIR_ROWS.read)
         return (
             list(rows),
-            DataCursor(prompts).next_batch(),
+            list(prompts),
             list(Examples(pair_rows, template, PAIR_ROWS, max_length=99)),
         )
 

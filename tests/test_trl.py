@@ -76,8 +76,7 @@ def read_examples(tmp_path, rows, kind):
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
     loaded = load_rows(str(path), read=kind.read)
-    order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
-    examples = list(Examples(loaded, template, kind, max_length=400, **order))
+    examples = list(Examples(loaded, template, kind, max_length=400))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 

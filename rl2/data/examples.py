@@ -70,13 +70,11 @@ class Example:
 
 
 class Examples:
-    """The tokenised rows of a trainer, in a fixed order of epochs.
+    """The tokenised rows of a source or a test set, in the order of the rows.
 
-    `self[i]` is the i-th example in the order of the rows. `at` follows the order of training, an
-    endless sequence of epochs, each of which holds every example once; a `DataCursor` knows how far
-    a run is in it. An example is as long as its longest sequence. Examples longer than `max_length`
-    tokens are dropped, and `num_dropped` counts them. ValueError when none is kept, or names rows
-    that cannot be rendered.
+    An example is as long as its longest sequence. Examples longer than `max_length` tokens are
+    dropped, and `num_dropped` counts them. ValueError when none is kept, or names rows that cannot
+    be rendered.
     """
 
     def __init__(
@@ -86,9 +84,6 @@ class Examples:
         kind: RowKind,
         *,
         max_length: int,
-        shuffle: bool = False,
-        seed: int | tuple[int, ...] = 0,
-        batch_size: int = 1,
         source: str = "",
     ):
         self.rows = rows
@@ -104,11 +99,6 @@ class Examples:
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
-        self.shuffle = shuffle
-        self.seed = seed
-        # Cached, since a step asks for each of its items; they are of few epochs.
-        self.permutation = lru_cache(maxsize=4)(_permutation)
-        self.batch_size = batch_size
         self.kept = np.flatnonzero(token_counts <= max_length)  # indices of rows, ascending
         self.num_dropped = len(token_counts) - len(self.kept)
         if len(self.kept) == 0:
@@ -204,22 +194,18 @@ class Examples:
     def describe_dropped(self, split: str) -> list[str]:
         """A warning of how many items are too long, if there are some.
 
-        `split` is put before their name: "training " or "test ".
+        `split` is put before their name: training or test.
         """
         if not self.num_dropped:
             return []
         num_rows = len(self.token_counts)
+        name = " ".join(filter(None, (split, self.source, self.kind.name)))
         return [
-            f"warning: {self.num_dropped} of {num_rows} {split}{self.kind.name} "
+            f"warning: {self.num_dropped} of {num_rows} {name} "
             f"({self.num_dropped / num_rows:.0%}) are longer than data.max_length="
             f"{self.max_length} and dropped; the longest has {self.token_counts.max()} tokens: "
             "raise data.max_length"
         ]
-
-    def at(self, position: int) -> Example:
-        """Returns the item at this position of the endless sequence of epochs."""
-        epoch, i = divmod(position, len(self))
-        return self[int(self.permutation(len(self), self.seed, epoch)[i]) if self.shuffle else i]
 
 
 def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
@@ -248,27 +234,39 @@ def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
 
 
 class Mixture:
-    """The examples of several sources, in a fixed order of epochs.
+    """The training examples of one or several sources, in a fixed order of epochs.
 
     An epoch has as many examples as the sources have together. The share of a source in it is its
     weight among all weights; without weights it is its number of examples, so that an epoch holds
     every example once. The sources alternate as evenly as their shares allow, hence each step has
     about the same share of each. A source has epochs of its own, which begin when all its examples
-    were taken, whenever that is.
+    were taken, whenever that is; with `shuffle` each has an order of its own.
 
-    All of this depends on a position alone, as in `Examples`: the position is all that a
-    checkpoint needs.
+    All of this depends on a position alone, which is all that a checkpoint needs.
 
     For example, sources `a` with 4 and `b` with 2 examples: an epoch is aabaab, and with equal
     weights it is ababab, in which the last `b` is the first one of the second epoch of `b`.
     """
 
-    def __init__(self, sources: Mapping[str, Examples], weights: Mapping[str, float]):
+    def __init__(
+        self,
+        sources: Mapping[str, Examples],
+        weights: Mapping[str, float],
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        batch_size: int = 1,
+    ):
         """`weights` is of all sources, or empty. ValueError if a share is less than an example."""
         self.sources = list(sources.values())
         self.kind = self.sources[0].kind
-        self.batch_size = self.sources[0].batch_size
+        self.batch_size = batch_size
         self.longest = max(source.longest for source in self.sources)
+        self.shuffle = shuffle
+        # Equally many rows of two sources must not be shuffled alike: they may be in pairs.
+        self.seeds = [(seed,) if name == "" else (seed, i) for i, name in enumerate(sources)]
+        # Cached, since a step asks for each of its examples; they are of few epochs.
+        self.permutation = lru_cache(maxsize=4 * len(sources))(_permutation)
         lengths = [len(source) for source in self.sources]
         self.counts = lengths  # of the examples that an epoch takes from each source
         if weights:
@@ -294,16 +292,14 @@ class Mixture:
         """Returns the example at this position of the endless sequence of epochs."""
         epoch, i = divmod(position, len(self))
         number = int(self.order[i])
-        example = self.sources[number].at(epoch * self.counts[number] + int(self.ranks[i]))
+        source = self.sources[number]
+        num_before = epoch * self.counts[number] + int(self.ranks[i])  # of this source
+        epoch, i = divmod(num_before, len(source))
+        if self.shuffle:
+            i = int(self.permutation(len(source), self.seeds[number], epoch)[i])
+        example = source[i]
         example.index += int(self.first_indices[number])
         return example
-
-    def describe_dropped(self, split: str) -> list[str]:
-        """How many examples of each source are too long, in sentences."""
-        described = []
-        for source in self.sources:
-            described += source.describe_dropped(f"{split}{source.source} ")
-        return described
 
 
 def share_out(total: int, weights: Sequence[float]) -> list[int]:
@@ -323,7 +319,7 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     return numbers[np.argsort(places, kind="stable")]
 
 
-def describe_steps(examples: Examples | Mixture, num_steps: int) -> list[str]:
+def describe_steps(examples: Mixture, num_steps: int) -> list[str]:
     """How a run of `num_steps` uses the examples, in sentences."""
     size, name = examples.batch_size, examples.kind.name
     epochs = num_steps * size / len(examples)
@@ -335,8 +331,8 @@ def describe_steps(examples: Examples | Mixture, num_steps: int) -> list[str]:
             f"{examples.kind.batch_key}={size} is more than the {len(examples)} {name}: a "
             f"step repeats them, {size / len(examples):.3g} times each on average"
         )
-    if isinstance(examples, Mixture):
-        for source, count in zip(examples.sources, examples.counts, strict=True):
+    for source, count in zip(examples.sources, examples.counts, strict=True):
+        if source.source:
             sentences.append(
                 f"data.path.{source.source}: {len(source)} {name}, "
                 f"{count / len(examples):.3g} of a step; "
@@ -349,7 +345,7 @@ def describe_steps(examples: Examples | Mixture, num_steps: int) -> list[str]:
 class DataCursor:
     """How far a run is in its training examples. The only owner of the position."""
 
-    examples: Examples | Mixture
+    examples: Mixture
     position: int = 0
     """examples taken so far, over all epochs"""
     rows_done: int = 0
@@ -466,6 +462,5 @@ def _hash_messages(row: dict) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def _permutation(num_items: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    numbers = seed if isinstance(seed, tuple) else (seed,)
-    return np.random.default_rng((*numbers, epoch)).permutation(num_items)
+def _permutation(num_items: int, seed: tuple[int, ...], epoch: int) -> np.ndarray:
+    return np.random.default_rng((*seed, epoch)).permutation(num_items)
