@@ -51,7 +51,7 @@ setup(
         "bitsandbytes": ["bitsandbytes>=0.50.2,<0.51"],
         "lora": ["peft>=0.20,<0.22"],
         "rewards": ["math-verify>=0.9"],
-        "sglang": ["sglang>=0.5.18,<=0.5.23"],
+        "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "vllm": ["vllm>=0.32,<0.33"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [

