@@ -153,7 +153,7 @@ class Recorder:
         """
         folder = self.folder
         if not self.health.is_diverging and self._weights_are_finite():
-            folder.save(step, self.parts, self.planned_steps, self.lacks_test)
+            folder.save(step, self.parts, self.planned_steps)
             folder.prune(self.health.proven_step)
             return
         if self._is_best(step):

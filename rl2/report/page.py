@@ -11,9 +11,18 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from rl2.report.answers import describe_group, reward_of
 from rl2.report.learning import find_lack_of_learning
-from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
+from rl2.report.saved import (
+    Record,
+    describe_group,
+    find_steps,
+    read_lines,
+    read_yaml,
+    reward_of,
+    spread,
+    step_of,
+    to_json,
+)
 from rl2.run.records import NOT_METRICS
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 

@@ -287,17 +287,13 @@ class RunFolder:
 
     # Writing.
 
-    def save(self, step: int, parts: Parts, num_steps: int, lacks_test: bool) -> None:
-        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call.
-
-        `lacks_test`: an evaluation of the step is due, and left to the launch that resumes.
-        """
+    def save(self, step: int, parts: Parts, num_steps: int) -> None:
+        """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call."""
         counter: Any = parts["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
             "num_steps": num_steps,
-            "lacks_test": lacks_test,
             "best": asdict(self.best) if self.best else None,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),

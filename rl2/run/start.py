@@ -61,7 +61,7 @@ class Start:
     keeps_data: bool = True  # the rows are those of the checkpoint
     changes: Changes = field(default_factory=dict)  # since the checkpoint
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
-    lacks_test: bool = False  # a stop left out the evaluation of `step`, and it is own
+    lacks_test: bool = False  # the checkpoint is own, and `step` was not evaluated
     is_complete: bool = False  # model/ is of the last step of the run, which is `step`
     model_step: float = NO_STEP  # of model/
     best: dict[str, Any] = field(default_factory=dict)  # the fields of the best evaluation
@@ -98,8 +98,8 @@ def find_start(config: Any, identity: RunIdentity) -> Start:
         return Start(date=today)
     step = record["step"]
     is_own = checkpoint.resolve().parent == (path / "checkpoints").resolve()
-    if is_own:
-        MetricsFile(path).read()  # damage is found before a model loads
+    lines = MetricsFile(path).read() if is_own else []  # damage is found before a model loads
+    metrics_of_step = [name for line in lines if line["step"] == step for name in line]
     run_record = read_record(path) if is_own else {}
     model_step = run_record.get("model_step", NO_STEP) if (path / "model").exists() else NO_STEP
     best_model = run_record.get("best", {}) if (path / BEST_MODEL).exists() else {}
@@ -112,7 +112,7 @@ def find_start(config: Any, identity: RunIdentity) -> Start:
         keeps_data=keeps_data,
         changes=changes,
         date=record.get("date") or today,
-        lacks_test=is_own and record.get("lacks_test", False),
+        lacks_test=is_own and not any(name.startswith("test/") for name in metrics_of_step),
         is_complete=run_record.get("is_complete", False) and model_step == step,
         model_step=model_step,
         best=record.get("best") or {} if is_own else {},
