@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
 from rl2.parallel.mesh import any_rank
@@ -16,7 +17,6 @@ from rl2.parallel.offload import local_shard
 from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
-from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.signals import find_stop_signal
 from rl2.run.start import BEST_MODEL
@@ -43,7 +43,7 @@ class Recorder:
         folder: RunFolder,
         tokenizer: PreTrainedTokenizerBase,
         workers: dict[str, Worker],
-        parts: Parts,
+        objects: dict[str, Stateful],
         *,
         num_steps: int,
         device: torch.device,
@@ -51,20 +51,21 @@ class Recorder:
     ):
         """Restores workers and data from the checkpoint of the folder, if there is one.
 
-        `workers` are exported as their configs say; `parts` belong to a checkpoint beside them, the
-        data among them. `evaluate(step)` returns the metrics of the test data; None without any.
+        `workers` are exported as their configs say; a checkpoint has the state of them and of
+        `objects`, the data among them. `evaluate(step)` returns the metrics of the test data; None
+        without any.
         """
         self.folder = folder
         self.config = folder.config
         self.tokenizer = tokenizer
         self.workers = workers
-        self.parts: Parts = {**workers, **parts}
+        self.objects: dict[str, Stateful] = {**workers, **objects}
         self.device = device
         self.evaluate = evaluate
         self.start_step = self.last_step = folder.start.step  # the steps that are done
         self.planned_steps = num_steps
         self.num_steps = num_steps  # the step after which this launch ends
-        folder.resume(self.parts, num_steps)
+        folder.resume(self.objects, num_steps)
         self.earlier_best = folder.best  # before the last evaluation
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
@@ -153,7 +154,7 @@ class Recorder:
         """
         folder = self.folder
         if not self.health.is_diverging and self._weights_are_finite():
-            folder.save(step, self.parts, self.planned_steps)
+            folder.save(step, self.objects, self.planned_steps)
             folder.prune(self.health.proven_step)
             return
         if self._is_best(step):

@@ -31,9 +31,6 @@ Failure = (Exception, CheckpointException)
 NO_STEP = -1  # below all steps
 
 
-Parts = dict[str, Stateful]  # of the run, by name, such as a worker: their states are saved
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """`folder`/step_N holds everything that the run needs to continue after step N.
@@ -59,15 +56,15 @@ class Checkpoints:
         steps = [step for step in self.steps() if step < before]
         return self.path(steps[-1]) if steps else None
 
-    def save(self, step: int, parts: Parts, texts: dict[str, str]) -> None:
-        """Writes the state of all parts after `step` steps, and `texts` as files by their names.
+    def save(self, step: int, objects: dict[str, Stateful], texts: dict[str, str]) -> None:
+        """Writes the state of all objects after `step` steps, and `texts` as files by their names.
 
         All processes must call. What is not a sharded tensor must be the same on each of them.
         RuntimeError if one of them could not write; the checkpoints before it stay.
         """
         partial = self.folder / f"step_{step}.partial"
         with self._failing_together(step, partial):
-            dcp.save(parts, checkpoint_id=partial, no_dist=is_single_process())
+            dcp.save(objects, checkpoint_id=partial, no_dist=is_single_process())
             torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         with self._failing_together(step, partial):
             if dist.get_rank() == 0:
@@ -111,35 +108,39 @@ class Checkpoints:
             raise RuntimeError(f"the checkpoint {failed}: {problem}; {remains}")
 
     def load(
-        self, path: Path, parts: Parts, saved_by: int, hashes: dict[str, str] | None = None
+        self,
+        path: Path,
+        objects: dict[str, Stateful],
+        saved_by: int,
+        hashes: dict[str, str] | None = None,
     ) -> None:
-        """Restores all parts from a step_N folder, and the random states.
+        """Restores all objects from a step_N folder, and the random states.
 
         `saved_by` processes wrote it. If there are more or fewer now, each process keeps its own
         random states. `hashes` are those that `hash_states` gave of what was saved. RuntimeError if
         the checkpoint is damaged, or of another model.
         """
-        states = {name: part.state_dict() for name, part in parts.items()}
+        states = {name: item.state_dict() for name, item in objects.items()}
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
             dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
         except Failure as error:
             raise RuntimeError(explain_damage(path, describe_failure(error))) from error
-        # It may have further parts, and saved rollouts ask for less of the data's position. But of
-        # a model all weights are read.
+        # It may hold further objects, and saved rollouts ask for less of the data's position. But
+        # of a model all weights are read.
         unread = saved.keys() - flatten_state_dict(states)[0].keys()
         for key in sorted(unread):
-            if key.startswith(tuple(f"{name}.model." for name in parts)):
+            if key.startswith(tuple(f"{name}.model." for name in objects)):
                 raise RuntimeError(explain_damage(path, f"this run has no {key}"))
         skipped = {key.partition(".")[0] for key in unread}
-        for name, loaded in hash_states(parts, states).items():
+        for name, loaded in hash_states(objects, states).items():
             expected = (hashes or {}).get(name, loaded)
             if loaded != expected and name not in skipped:
                 reason = f"its {name} has the hash {loaded} and was saved with {expected}"
                 raise RuntimeError(explain_damage(path, reason))
         try:
-            for name, part in parts.items():
-                part.load_state_dict(states[name])
+            for name, item in objects.items():
+                item.load_state_dict(states[name])
             if saved_by == dist.get_world_size():
                 random_file = path / f"random_{dist.get_rank()}.pt"
                 _set_random_states(torch.load(random_file, weights_only=False))
@@ -149,8 +150,8 @@ class Checkpoints:
 
 def export_optimizer(optimizer: Stateful, folder: str) -> None:
     """Writes the optimizer's state to `folder`/optimizer. All processes must call."""
-    parts: Parts = {"optimizer": optimizer}
-    dcp.save(parts, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
+    objects: dict[str, Stateful] = {"optimizer": optimizer}
+    dcp.save(objects, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
 
 
 def import_optimizer(optimizer: Stateful, folder: str) -> None:
@@ -159,9 +160,9 @@ def import_optimizer(optimizer: Stateful, folder: str) -> None:
     """
     if Path(folder, "optimizer").is_dir():
         folder = f"{folder}/optimizer"
-    parts: Parts = {"optimizer": optimizer}
+    objects: dict[str, Stateful] = {"optimizer": optimizer}
     try:
-        dcp.load(parts, checkpoint_id=folder, no_dist=is_single_process())
+        dcp.load(objects, checkpoint_id=folder, no_dist=is_single_process())
     except Failure as error:
         raise ValueError(
             f"optimizer_dir={folder} has not the state of this optimizer and model: "

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.config.conditions import count_samplers
 from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
@@ -23,7 +24,7 @@ from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, broadcast_object
 from rl2.parallel.rank import is_first_rank
 from rl2.run.best import Best, start_best
-from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of, sweep
+from rl2.run.checkpoints import NO_STEP, Checkpoints, put_in_place, step_of, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
 from rl2.run.records import MetricsFile, write_object, write_text
@@ -181,14 +182,14 @@ class RunFolder:
 
     # Resuming.
 
-    def resume(self, parts: Parts, num_steps: int) -> None:
-        """Restores the parts, and makes the folder ready for the next step.
+    def resume(self, objects: dict[str, Stateful], num_steps: int) -> None:
+        """Restores the objects, and makes the folder ready for the next step.
 
         All processes must call. What belongs to later steps, or to another run, is set aside.
         """
         checkpoint = self.start.checkpoint
         if checkpoint:
-            kept = dict(parts)
+            kept = dict(objects)
             if not self.start.keeps_data:
                 del kept["data"]
             record = read_record(checkpoint)
@@ -287,9 +288,9 @@ class RunFolder:
 
     # Writing.
 
-    def save(self, step: int, parts: Parts, num_steps: int) -> None:
+    def save(self, step: int, objects: dict[str, Stateful], num_steps: int) -> None:
         """Writes a checkpoint of a run that is laid out for `num_steps`. All processes call."""
-        counter: Any = parts["data"]  # the position in the training rows
+        counter: Any = objects["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
@@ -297,11 +298,13 @@ class RunFolder:
             "best": asdict(self.best) if self.best else None,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
-            "hashes": hash_states(parts, {name: part.state_dict() for name, part in parts.items()}),
+            "hashes": hash_states(
+                objects, {name: item.state_dict() for name, item in objects.items()}
+            ),
             **self._experiment_record(),
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
-        self.checkpoints.save(step, parts, texts)
+        self.checkpoints.save(step, objects, texts)
 
     def prune(self, proven_step: float) -> None:
         """Deletes old checkpoints, as `Checkpoints.prune` does, on the first process."""

@@ -47,24 +47,24 @@ def hash_weights(workers: dict[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def hash_states(parts: dict[str, Any], states: dict[str, Any]) -> dict[str, str]:
-    """16 hexadecimal digits for each part of a checkpoint: of all that its state holds.
+def hash_states(objects: dict[str, Any], states: dict[str, Any]) -> dict[str, str]:
+    """16 hexadecimal digits for each object in a checkpoint: of all that its state holds.
 
     Of a worker these are weights, moments of the optimizer and counters. The layout does not change
     the hash. What is not a sharded tensor must be the same on all processes, which all must call.
     """
     totals = []
-    for name, part in parts.items():
+    for name, item in objects.items():
         total = torch.zeros((), dtype=torch.int64)
         for key, value in flatten_state_dict(states[name])[0].items():
             if not isinstance(value, DTensor):
                 is_first = dist.get_rank() == 0
                 total += is_first * _number_of(f"{key} {_describe(value)}")
-            elif not _is_copy(value, part.mesh):
+            elif not _is_copy(value, item.mesh):
                 total += _number_of(key) * _sum_shard(value).cpu()
-        totals.append(total.to(part.mesh.device) if hasattr(part, "mesh") else total)
+        totals.append(total.to(item.mesh.device) if hasattr(item, "mesh") else total)
     device = next((total.device for total in totals if total.device.type != "cpu"), "cpu")
-    return _sum_over_processes(parts, [total.to(device) for total in totals])
+    return _sum_over_processes(objects, [total.to(device) for total in totals])
 
 
 def _describe(value: Any) -> Any:

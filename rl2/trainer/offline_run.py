@@ -5,6 +5,7 @@ from math import nan, sqrt
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
@@ -20,7 +21,6 @@ from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
 from rl2.recorder import Recorder
 from rl2.report.health import with_names
-from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
@@ -64,12 +64,12 @@ class OfflineRun:
         worker_config = getattr(config, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {self.worker_name: self.worker}
-        parts: Parts = {"data": self.cursor}
+        objects: dict[str, Stateful] = {"data": self.cursor}
         self.recorder = Recorder(
             folder,
             self.tokenizer,
             workers,
-            parts,
+            objects,
             num_steps=num_steps,
             device=device,
             evaluate=self.evaluate if self.test_batches else None,

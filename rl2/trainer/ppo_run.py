@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.config.conditions import (
     choose_exactness,
@@ -35,7 +36,6 @@ from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.trajectory import Trajectory
-from rl2.run.checkpoints import Parts
 from rl2.run.signals import find_stop_signal
 from rl2.worker import Reference, Worker
 
@@ -95,14 +95,14 @@ class PPORun:
             self.sampling = self._make_samplers(setup.link, num_steps)
         else:
             self.sampling = start_engine(setup, num_steps)
-        parts: Parts = {"data": self.sampling}
+        objects: dict[str, Stateful] = {"data": self.sampling}
         if config.kl.update_freq:
-            parts["reference"] = self.moving_reference()
+            objects["reference"] = self.moving_reference()
         self.recorder = Recorder(
             self.folder,
             setup.tokenizer,
             models.trained,
-            parts,
+            objects,
             num_steps=num_steps,
             device=setup.device,
             evaluate=self.evaluate if setup.tests and saved is None else None,
