@@ -148,8 +148,9 @@ class LocalEngine(Engine):
             lora.inject_for_engine(model, self.adapters, settings.dtype)
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.recurrent = find_recurrent_layers(self.model)
-        can_be_exact = self.recurrent is None  # see TokenModel
-        self.shapes = choose_shapes(settings, self.model, self.head_dtype, can_be_exact)
+        exact = settings.exact and self.recurrent is None  # see TokenModel
+        pack_linear_layers(self.model, self.head_dtype, self.max_running_requests, exact)
+        self.shapes = choose_shapes(settings, self.model, self.head_dtype, exact)
         self.routing: Any = None  # Routing, if choices of experts are told
         if settings.with_experts:
             from rl2.model.moe import Routing

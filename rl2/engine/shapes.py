@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl2.attention.pages import MIN_ROWS, queries_are_independent
 from rl2.engine.base import EngineSettings
-from rl2.engine.linear import head_logits, pack_linear_layers, repeat_rows
+from rl2.engine.linear import head_logits, repeat_rows
 from rl2.rounding import round_up
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
@@ -55,17 +55,15 @@ class Shapes:
 
 
 def choose_shapes(
-    settings: EngineSettings, model: Any, head_dtype: torch.dtype, can_be_exact: bool
+    settings: EngineSettings, model: Any, head_dtype: torch.dtype, exact: bool
 ) -> Shapes:
-    """Packs the linear layers of `model` and chooses the shapes for the equal bits of `settings`.
+    """Chooses the shapes for the equal bits of `settings`. The linear layers are packed already.
 
     With `deterministic` every call has a constant shape: tokens and log-probabilities of a request
     are bit-equal whatever else is in flight. With `exact`, where a trial shows that the number of
     rows changes no bit, the busy slots alone decode, and several prompts are prefilled at a time.
     """
     num_slots = settings.max_running_requests
-    exact = settings.exact and can_be_exact
-    pack_linear_layers(model, head_dtype, num_slots, exact)  # the trial computes with them
     constant = settings.deterministic
     if exact:
         constant = not rows_are_independent(model, head_dtype, num_slots)
