@@ -18,6 +18,7 @@ from rl2.config.conditions import (
     loads_teacher,
     needs_critic,
 )
+from rl2.config.engines import choose_engine
 from rl2.config.schema import (
     ActorConfig,
     PPOConfig,
@@ -41,6 +42,7 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.model.token_model import TokenScores
+from rl2.model.weight_files import check_weight_files
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
@@ -96,6 +98,8 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     if loads_teacher(config):
         check_tokens("teacher.model_name", teacher_model(config).model_name, tokenizer)
     check_lora(config)
+    if config.trainer.eval_only and choose_engine(config.rollout.engine)[0] != "local":
+        check_weight_files(config.actor.model_name)
     rows, envs = read_ppo_inputs(config, functions)
     link = split_world(num_samplers) if num_samplers else None
     is_training = not config.trainer.eval_only and not (link and link.is_sampler)

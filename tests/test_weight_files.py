@@ -110,6 +110,27 @@ def test_weights_of_another_model_are_refused(tmp_path, device, change, problem)
             Worker(worker_config(name), device, True, 4)
 
 
+def test_an_evaluation_by_an_engine_that_reads_the_files_itself_refuses_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl2.ppo_setup.choose_engine", lambda name: ("vllm", "for a test"))
+    write_letter_task(tmp_path)
+    keys = [
+        "trainer.eval_only=true",
+        f"data.test_path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    for number, (change, problem) in enumerate(CHANGES[:-1]):  # of the last, only values would tell
+        tied = change is not without_own_head
+        model = make_model(tmp_path / f"model{number}", tied=tied)
+        weights = read_files(model)
+        change(weights)
+        write_files(model, weights)
+        config = parse(PPOConfig, [*keys, f"actor.model_name={model}"])
+        with pytest.raises(ValueError, match=f"the weights of {model} cannot be used: .*{problem}"):
+            set_up(config)
+        dist.destroy_process_group()
+
+
 def test_experts_that_are_not_whole_are_refused(tmp_path, device):
     name = make_model(tmp_path / "model", "qwen3_moe", num_experts=4, moe_intermediate_size=16)
     weights = read_files(name)

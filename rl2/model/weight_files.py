@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from rl2.model.classes import empty_language_model
+from rl2.model.classes import empty_language_model, language_model_class
 
 INDEX = "model.safetensors.index.json"
 # Ways of quantization that transformers can undo while it loads, without another package.
@@ -111,6 +111,17 @@ def read_weights(
     if problems:
         raise _unusable(name, "; ".join(problems))
     return hf, new
+
+
+def check_weight_files(name: str) -> None:
+    """ValueError unless the files have the weights that config.json describes, by names and shapes.
+
+    For a model that an engine alone reads. No weight is read, so an own head beside a config that
+    ties it is not found. Weights that are quantized in the files are the engine's matter.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None) is None:
+        read_weights(language_model_class(config), name, config, torch.float32, device_map="meta")
 
 
 def ignored_weights(hf: Any, names: Iterable[str]) -> set[str]:
