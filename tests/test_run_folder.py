@@ -458,6 +458,19 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(
     assert "1 of 2 steps are done" in output
 
 
+def test_an_edited_ready_made_env_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl2.user_files.PACKAGE", tmp_path)
+    env = tmp_path / "ready_envs/quiz.py"
+    env.parent.mkdir()
+    env.write_text("before")
+    config = PPOConfig(data=PromptConfig(path="a.jsonl"))
+    config.actor.model_name, config.rollout.env_path = "model", "quiz"
+    before = identify(config, "")
+    env.write_text("after")
+    experiment, others = find_changes(before, identify(config, ""))
+    assert experiment == {} and "quiz has another content" in others["rollout.env_path"]
+
+
 def test_edited_prompts_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.py", "b.py", "prompt.md"):

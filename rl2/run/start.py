@@ -5,6 +5,7 @@ A run resumes only if it is the experiment of that checkpoint, by its config and
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -16,6 +17,7 @@ from rl2.config.schema import dump
 from rl2.config.values import flatten
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage
 from rl2.run.records import DamagedFile, MetricsFile, read_object
+from rl2.user_files import find_env_file
 
 BEST_MODEL = "best_model"  # in the run folder: the model of the best evaluation
 DATA = "data.path"
@@ -212,18 +214,24 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
     values = dict(flatten(yaml.safe_load(dump(config))))
     contents = {DATA: data_hash} if data_hash else {}
     for name, value in values.items():
-        files = _find_files(value)
+        files = _find_files(name, value)
         if files and not name.startswith(("data.path", "data.test_path")):
             contents[name] = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
     return RunIdentity(type(config).__name__, values, contents)
 
 
-def _find_files(value: Any) -> list[Path]:
-    """The files that a value names, as FILE or FILE:FUNCTION, also several by name."""
+def _find_files(key: str, value: Any) -> list[Path]:
+    """The files that the value of a key names, also several by name.
+
+    They are named as FILE or FILE:FUNCTION, ready-made environments by their bare name.
+    """
     if isinstance(value, dict):
-        return [file for name in sorted(value) for file in _find_files(value[name])]
+        return [file for name in sorted(value) for file in _find_files(key, value[name])]
     if not isinstance(value, str):
         return []
+    if key == "rollout.env_path":
+        with suppress(ValueError):
+            return [find_env_file(value)]
     # Of os.path, since a text such as a system prompt may be no path at all, where pathlib raises.
     paths = [os.path.expanduser(text) for text in (value, value.rpartition(":")[0])]
     return [Path(path) for path in paths if os.path.isfile(path)][:1]
