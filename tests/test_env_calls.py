@@ -9,60 +9,11 @@ import time
 import numpy
 import pytest
 import torch
-from env_helpers import env_of
+from env_helpers import MESSAGES, call, call_together, env_of, wait_until
 from env_helpers import load_text as load
 from faulty_env import nest
 
 from rl2.env.contract import EnvError
-
-MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-
-
-def call(env, **row):
-    return asyncio.run(env.score(MESSAGES, row))
-
-
-def call_together(env, rows):
-    """The results of calls side by side: {"reward": ...} or EnvError."""
-
-    async def main():
-        calls = [env.score(MESSAGES, row) for row in rows]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    return asyncio.run(main())
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("prefix", ["", "async "])
-@pytest.mark.parametrize(
-    "error",
-    ["KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "Own", "RecursionError"],
-)
-def test_no_exception_stops_the_run_or_is_silent(tmp_path, prefix, error):
-    env = load(
-        tmp_path,
-        f"""
-        from asyncio import CancelledError
-        class Own(BaseException): pass
-        {prefix}def reward_fn(messages, fail):
-            if fail:
-                raise {error}
-            return 1
-        """,
-        timeout=20,
-    )
-    start = time.monotonic()
-    with pytest.raises(EnvError, match=f"(?s)line 6, in reward_fn.*{error}"):
-        call(env, fail=True)
-    assert call(env, fail=False) == {"reward": 1.0}
-    assert time.monotonic() - start < 19
-    env.close()
 
 
 @pytest.mark.parametrize("fault", ["asyncio.create_task(exits())", "loop.call_soon(loop.stop)"])
@@ -85,7 +36,7 @@ def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
         timeout=10,
     )
     for _ in range(2):  # the loop is still there
-        results = call_together(env, [{"fail": False}, {"fail": True}, {"fail": False}])
+        results = call_together(env, [(None, {"fail": fail}) for fail in (False, True, False)])
         assert results == [{"reward": 1.0}] * 3
     env.close()
 
@@ -107,14 +58,18 @@ BLOCKING_ENV = """
 """
 
 
+def call_kinds(env, *kinds):
+    return call_together(env, [(None, {"kind": kind}) for kind in kinds])
+
+
 @pytest.mark.parametrize("kind", ["python", "C"])
 def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind):
     """Endless Python code is ended with its call. C code blocks all calls until it returns."""
     env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
     before = set(threading.enumerate())
     release = sys.modules[env.spec.reward_fns["reward_fn"].__module__].release
-    results = call_together(env, [{"kind": "waits"}, {"kind": kind}, {"kind": ""}])
-    assert call_together(env, [{"kind": kind}]) != [{"reward": 1.0}]
+    results = call_kinds(env, "waits", kind, "")
+    assert call_kinds(env, kind) != [{"reward": 1.0}]
     for text in map(str, results):
         assert "blocked by reward_fn" in text and env.path in text, text
         assert ("while True:" if kind == "python" else "release.wait()") in text, text
@@ -139,7 +94,7 @@ def test_the_call_that_blocked_the_loop_is_named_also_after_its_end(tmp_path, mo
         wait_until(lambda: "blocks" not in loop.describe_work())
 
     monkeypatch.setattr(loop.thread, "end", end_and_wait)
-    results = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
+    results = call_kinds(env, "python", "waits", "")
     assert all("blocked by reward_fn" in str(result) for result in results), results
     env.close()
 
@@ -150,7 +105,7 @@ def test_hanging_calls_leave_no_threads_behind(tmp_path, prefix):
     text = f"import asyncio, time\n{prefix}def reward_fn(messages):\n    while True: {body}"
     env = load(tmp_path, text, timeout=0.02)
     before = set(threading.enumerate())
-    assert all("did not return" in str(error) for error in call_together(env, [{}] * 100))
+    assert all("did not return" in str(error) for error in call_together(env, [(None, {})] * 100))
     env.close()
     wait_until(lambda: set(threading.enumerate()) <= before)
 
@@ -170,22 +125,6 @@ def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, 
             call(env)
     assert call(env) == {"reward": 1.0}
     env.close()
-
-
-def test_lone_surrogates_are_replaced():
-    content = [{"type": "text", "text": "caf\udce9"}]
-    answer = [{"role": "tool", "content": content, "na\ud800me": "\U0001f600"}]
-    env = env_of(lambda messages: {"caf\udce9": 1}, lambda messages: answer)
-    assert call(env) == {"caf\ufffd": 1.0}
-    [message] = asyncio.run(env.answer(MESSAGES, {})).messages
-    assert message["content"] == [{"type": "text", "text": "caf\ufffd"}]
-    assert message["na\ufffdme"] == "\U0001f600"
-
-    def fails(messages):
-        raise ValueError("caf\udce9")
-
-    with pytest.raises(EnvError, match="caf\ufffd"):
-        call(env_of(fails))
 
 
 @pytest.mark.parametrize(
@@ -249,6 +188,6 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
         return 1
 
     env = env_of(slow_async if is_async else slow, timeout=2.0, concurrency=3)
-    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 2.4 s
+    assert call_together(env, [(None, {})] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 2.4 s
     assert most == 3
     env.close()

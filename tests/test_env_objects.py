@@ -86,16 +86,6 @@ def test_a_column_comes_before_an_input_of_the_same_name(tmp_path):
     assert parts == {"reward": len("leftOhio" + str({"answer": "0"}))}
 
 
-TURN_REWARDS = """
-    def interact(messages, turn):
-        answers = [{"messages": [{"role": "user", "content": "warm"}], "reward": 0.25},
-                   {"messages": [{"role": "user", "content": "hot"}], "reward": -0.5},
-                   {"messages": [{"role": "user", "content": "won"}], "done": True, "reward": 2}]
-        return answers[turn - 1]
-    def reward_fn(messages): return {"right": 1.0, "last": messages[-1]["content"] == "won"}
-"""
-
-
 SAME_PARTS = """
     def interact(messages, turn):
         return {"messages": [{"role": "user", "content": "go on"}], "reward": 0.25,
@@ -127,22 +117,6 @@ def test_reward_parts_of_one_name_are_summed(tmp_path, env, rewards, on_last_tok
     assert last == on_last_token
     env = load_env(str(tmp_path / "env.py"))
     assert asyncio.run(play_reply(env, 5, make_row(0), "a1", "key")) == after_one_turn
-
-
-def test_rewards_of_turns_lie_on_the_last_token_of_their_turn(tmp_path):
-    (trajectory,), player = play(tmp_path, TURN_REWARDS, ["a1", "a2", "a3"], 5)
-    assert trajectory.rewards == {"turns": 1.75, "right": 1.0, "last": 1.0}
-    assert trajectory.num_turns == 3 and trajectory.finish_reason == "stop"
-    (sample,) = trajectory.samples
-    assert trained_text(player, sample) == "a1<|im_end|>a2<|im_end|>a3<|im_end|>"
-    assert rewards_by_text(player, sample) == {
-        "a1<|im_end|>": 0.25,
-        "a2<|im_end|>": -0.5,
-        "a3<|im_end|>": 4.0,  # 2 of the turn, and 2 of reward_fn
-    }
-    # The message that came with the end is in the transcript and not in the tokens.
-    assert trajectory.messages[-1]["content"] == "won"
-    assert "won" not in player.template.decode(sample.tokens)
 
 
 GAME = """
@@ -186,8 +160,11 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
     assert rewards_by_text(player, sample) == {
         "\n5<|im_end|>": -0.1,
         "\n9<|im_end|>": -0.1,
-        "\n7<|im_end|>": 4.0,
+        "\n7<|im_end|>": 4.0,  # 1 of the turn, and 3 of `reward`
     }
+    assert trained_text(player, sample) == "5<|im_end|>9<|im_end|>7<|im_end|>"
+    # The message that came with the end is in the transcript and not in the tokens.
+    assert "right" not in player.template.decode(sample.tokens)
     if isolation == "thread":
         assert sys.modules[player.envs[""].spec.make_env.__module__].closed == [7]
 

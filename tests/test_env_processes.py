@@ -9,16 +9,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from common import ROOT, pack_rows
+from common import ROOT
+from env_helpers import MESSAGES, call, call_together, wait_until
 
 from rl2.env.contract import EnvError
-from rl2.env.load import load_env, preflight
-
-MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+from rl2.env.load import load_env
 
 
 @pytest.fixture
@@ -37,20 +35,6 @@ def load(tmp_path):
             env.close()
 
 
-def call(env, key=None, **row):
-    return asyncio.run(env.score(MESSAGES, row, key))
-
-
-def call_together(env, calls):
-    """The results of calls (key, row) side by side: {"reward": ...} or EnvError."""
-
-    async def main():
-        tasks = [env.score(MESSAGES, row, key) for key, row in calls]
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    return asyncio.run(main())
-
-
 def failure(env, key=None, **row):
     with pytest.raises(EnvError) as error:
         call(env, key, **row)
@@ -64,13 +48,6 @@ def is_alive(process_id):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def children():
@@ -297,20 +274,6 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
     assert b"Traceback" not in trainer.stderr.read()
 
 
-def test_preflight_calls_the_env_in_processes(load):
-    env = load(
-        """
-        import os
-        def reward_fn(messages, answer):
-            return os._exit(answer)
-        """,
-        concurrency=2,
-    )
-    row = {"messages": "1+1=", "answer": 3}
-    with pytest.raises(ValueError, match="reward_fn ended its process: exit status 3"):
-        preflight(env, {"data.path": pack_rows([row])}, 1)
-
-
 def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
     env = load("def reward_fn(messages): return 1")
 
@@ -323,35 +286,27 @@ def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
     assert call(env) == {"reward": 1.0}
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_call_that_is_cancelled_frees_its_process(load, is_shared):
-    """It is killed, unless another trajectory keeps state there: then the call is waited for."""
+def test_a_call_that_is_cancelled_frees_its_process(load):
     env = load(
         """
-        import os, time
+        import time
         def reward_fn(messages, state, seconds):
             time.sleep(seconds)
             state["count"] = state.get("count", 0) + 1
-            return {"count": state["count"], "process": os.getpid()}
+            return state["count"]
         """
     )
-    if is_shared:
-        old = call(env, "other", seconds=0)["process"]
 
     async def cancel():
-        task = asyncio.create_task(
-            env.score(MESSAGES, {"seconds": 0.5 if is_shared else 60}, "own")
-        )
-        waits = asyncio.create_task(env.score(MESSAGES, {"seconds": 60}, "waiting"))
+        calls = [env.score(MESSAGES, {"seconds": 60}, key) for key in ("own", "waiting")]
+        tasks = list(map(asyncio.create_task, calls))
         await asyncio.sleep(0.1)
-        waits.cancel()  # has not begun
-        task.cancel()
+        tasks[1].cancel()  # has not begun
+        tasks[0].cancel()
 
     asyncio.run(cancel())
     asyncio.run(env.end("own"))
-    if is_shared:
-        assert call(env, "other", seconds=0) == {"count": 2, "process": old}
-    assert call(env, "new", seconds=0)["count"] == 1
+    assert call(env, "new", seconds=0) == {"reward": 1.0}
 
 
 def test_a_printed_line_is_written_as_one(load, monkeypatch):

@@ -431,7 +431,7 @@ class RolloutConfig:
     )
     env_isolation: str = key(
         "thread",
-        "where sync env functions run; process: in processes, killed on timeout",
+        "where env functions run; process: in processes, killed on timeout",
         choices=("thread", "process"),
     )
     endpoint_host: str = key(

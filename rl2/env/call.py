@@ -1,14 +1,13 @@
 """Calls the environment, so that no call can stop or block the run.
 
-Async functions run on one event loop, in a thread that lives as long as the run. Other functions
-run in a thread for each call, or in a pool of processes. A call that raises, takes too long or
+Async functions run on one event loop, in a thread that lives as long as the run, other functions in
+a thread for each call; or all of them in a pool of processes. A call that raises, takes too long or
 returns a wrong value raises EnvError.
 """
 
 import asyncio
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from rl2 import cleanup
@@ -29,17 +28,14 @@ from rl2.env.threads import Threads
 from rl2.env.tool_calls.call import ToolCall
 
 Key = Hashable
-Inputs = Mapping[str, Any]
-NO_INPUTS: Inputs = MappingProxyType({})
 
 
 class Env:
     """Calls the functions of an env file. The methods raise no other error than EnvError.
 
     `timeout` is the limit of a call in seconds, from its start. `concurrency` calls run at a time,
-    the others wait. With a `pool`, sync functions run there, and async ones too if they share what
-    is kept for a trajectory. `keeps_state` says whether something is kept; by default the spec
-    tells. `path` is the env file, if there is one.
+    the others wait. With a `pool`, all functions run there. `path` is the env file, if there is
+    one.
 
     A `key` names the trajectory that a call belongs to. `inputs` are what functions may ask for
     beside the columns of the `row`.
@@ -52,7 +48,6 @@ class Env:
         concurrency: int = 32,
         pool: ProcessPool | None = None,
         path: str = "",
-        keeps_state: bool | None = None,
     ):
         self.spec = spec
         self.timeout = timeout
@@ -62,7 +57,7 @@ class Env:
         self.tools = spec.tool_schemas
         self.judges = spec.judges
         self.asked = spec.parameters()
-        self.keeps_state = spec.keeps_state if keeps_state is None else keeps_state
+        self.keeps_state = spec.keeps_state
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
@@ -70,9 +65,7 @@ class Env:
         self._pool = pool
         self._sessions = Sessions(spec.functions())
         self.open_keys: set[Key] = set()  # of trajectories with an open object
-        if self.has_object:
-            cleanup.register(self._close_objects)
-        cleanup.register(self.close, at_exit=False)
+        cleanup.register(self.close, at_exit=self.has_object)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
         """Returns the prompt of a trajectory.
@@ -96,7 +89,7 @@ class Env:
         return [*before, {**last, "content": content + added}] if text else messages
 
     async def answer(
-        self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
+        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}
     ) -> Turn:
         """The answer of `step` or `interact` to the last turn; without them, an empty one."""
         name, function = "interact", self.spec.interact
@@ -122,7 +115,7 @@ class Env:
             messages.append({**message, "tool_call_id": call_id})
         return Turn(to_messages("the tools", messages))
 
-    async def run_agent(self, row: dict, key: Key, inputs: Inputs) -> dict[str, float]:
+    async def run_agent(self, row: dict, key: Key, inputs: Mapping[str, Any]) -> dict[str, float]:
         """The reward parts that `run` or `play` returns, or none.
 
         `inputs` are what it asks the model with: an address or a function.
@@ -130,10 +123,10 @@ class Env:
         name, function = self.spec.agent, self.spec.run or self.spec.play
         assert name and function, "the env file has neither run nor play"
         available = {**row, **inputs, "row": row}
-        return await self._call(name, function, row["messages"], available, key, NO_INPUTS)
+        return await self._call(name, function, row["messages"], available, key, {})
 
     async def score(
-        self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
+        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}
     ) -> dict[str, float]:
         """Returns the reward parts of a conversation, by name. The reward is their sum.
 
@@ -154,12 +147,10 @@ class Env:
             raise EnvError(f"group_reward_fn: {len(parts)} rewards of {len(trajectories)} answers")
         return parts
 
-    async def extract(
-        self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
-    ) -> str | None:
+    async def extract(self, messages: list[dict], row: dict) -> str | None:
         """The answer in a conversation, which a majority vote compares; None if it has none."""
         assert self.spec.extract is not None, "the env file has no extract"
-        return await self._call("extract", self.spec.extract, messages, row, key, inputs)
+        return await self._call("extract", self.spec.extract, messages, row, None, {})
 
     async def end(self, key: Key) -> None:
         """Closes what is kept for the trajectory `key`, which makes no further call."""
@@ -168,27 +159,25 @@ class Env:
             await self._run(CLOSE, self.spec.methods.get("close"), {}, key)
 
     def in_processes(self, count: int) -> "Env":
-        """Returns the same environment with all functions, also async ones, in new processes."""
+        """Returns the same environment with its functions in new processes."""
         pool = ProcessPool(self.path, self.timeout, count)
-        return Env(self.spec, self.timeout, count, pool, self.path, keeps_state=True)
+        return Env(self.spec, self.timeout, count, pool, self.path)
 
     def close(self) -> None:
-        """Ends the event loop of the async functions, and the processes. No call may be running."""
-        cleanup.unregister(self.close)
-        self._close_objects()
-        self._threads.close()
-        if self._pool:
-            self._pool.close()
+        """Closes the objects that are left, as a run that fails leaves them.
 
-    def _close_objects(self) -> None:
-        """Closes the objects that are left, as a run that fails leaves them."""
+        Ends the event loop of the async functions, and the processes.
+        """
 
         async def end_all() -> None:
             ends = map(self.end, list(self.open_keys))
             await asyncio.gather(*ends, return_exceptions=True)
 
+        cleanup.unregister(self.close)
         asyncio.run(end_all())
-        cleanup.unregister(self._close_objects)
+        self._threads.close()
+        if self._pool:
+            self._pool.close()
 
     async def _call_tool(self, call: ToolCall, key: Key) -> str:
         if call.error:
@@ -213,7 +202,7 @@ class Env:
         messages: list[dict],
         row: dict,
         key: Key,
-        inputs: Inputs,
+        inputs: Mapping[str, Any],
     ) -> Any:
         """Returns the checked result of a function, with the arguments that it asks for."""
         missing = [column for column in required_columns(function) if column not in row]
@@ -227,11 +216,13 @@ class Env:
 
         CLOSE may have no function: it also ends an object without the method `close`.
         """
-        is_async = function is not None and _is_async(function)
-        if self.keeps_state and key is not None and name != CLOSE:
+        if not self.keeps_state:
+            key = None
+        if key is not None and name != CLOSE:
             self.open_keys.add(key)
-        if self._pool and (self.keeps_state or not is_async):  # its processes are the slots
-            return await self._pool.run(name, arguments, key if self.keeps_state else None)
+        if self._pool:  # its processes are the slots
+            return await self._pool.run(name, arguments, key)
+        is_async = function is not None and _is_async(function)
         if self._caller_loop is not asyncio.get_running_loop():
             self._caller_loop = asyncio.get_running_loop()
             self._slots = asyncio.Semaphore(self.concurrency)

@@ -8,54 +8,11 @@
     async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
     async def play(row, generate): ...    # a loop of one's own around the model
 
-Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
-name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
-a dict of reward parts, which are summed. `interact` returns a list of new messages, none of
-them from the assistant. An empty list ends the conversation. `extract` returns the answer as a text
-or a number, or None if the conversation has none. Equal answers are one vote. A function of that
-name without the parameter `messages` is another one, which rl2 does not call.
-
-Where the row has no column of that name, a function may also ask for
-
-- `state`: a dict of the trajectory, which stays from its first call to its last;
-- `turn`: the number of the last turn of the assistant, from 1;
-- `finish_reason`, `num_tokens`: how that turn ended (stop | length), and its tokens;
-- `max_new_tokens`: the limit of that number;
-- `environment`: the object that `make_env` made.
-
-`interact` may also return {"messages": [...], "reward": 0.1, "done": True}, each part optional. The
-reward goes to the last token of the turn, and is summed in the reward part `turns`. Parts of one
-name are summed, whichever functions they are from.
-
-`group_reward_fn` gets the trajectories of one prompt that did not fail, each a dict as the run
-folder records it (`messages`, `row`, `rewards`, `finish_reason`, ...), and returns a list with the
-number or the parts of each. Numbers become the reward part `group`.
-
-`make_env` is a class, or a function, that makes an object without arguments. Its methods may be
-async and ask for arguments as above. They are optional but for `step` or one tool:
-
-    def reset(self, **row): ...    # may return a text for the end of the prompt
-    def step(self, message): ...   # answers a turn that calls no tool, as interact does
-    def reward(self): ...          # beside reward_fn or in its place: the reward part `environment`
-    def close(self): ...           # called whatever happens
-
-`step` may ask for `action`, the text of the turn. It may also return a text, which becomes a
-message of the user, or Gymnasium's tuple (observation, reward, terminated, truncated, info).
-
-All other public methods that have a docstring are tools (rl2/env/spec.py). A class for
-TRL's `environment_factory` works: make_env = NAME.
-
-`run` plays the whole trajectory: `base_url` is an address of the policy for this trajectory alone,
-which speaks the protocols of OpenAI and Anthropic, and `api_key` its key. It returns a number,
-which becomes the reward part `run`, or a dict of parts, or None where `reward_fn` judges. See
-rl2/agents/player.py. A function of that name without the parameter `base_url` is another one.
-
-`play` is `run` without HTTP: `await generate(prompt)` samples a reply to messages or token ids, see
-rl2/agents/generate.py. Its number becomes the reward part `play`. It must be async.
-
-Reward functions of TRL and verl are called as their own trainers call them, with one conversation
-at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
-each of which is a reward part.
+Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
+that name, GIVEN_INPUTS. docs/environments.md says what each function may ask for and return, with
+the methods of `make_env` and the reward functions of TRL and verl. A function that is called
+`extract`, `run` or `play`, but lacks the parameter `messages`, `base_url` or `generate`, is another
+one, which rl2 does not call.
 """
 
 import inspect

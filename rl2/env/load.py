@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from types import ModuleType
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
@@ -13,7 +12,6 @@ from rl2.env.contract import (
     API_KEY,
     PLACEHOLDER_KEY,
     EnvError,
-    LateError,
     add_parts,
     required_columns,
 )
@@ -24,7 +22,7 @@ from rl2.env.spec import EnvSpec, read_spec
 
 TRIAL_REPLIES = ("", "The answer is 42.", PROGRAM.replace("{}", "pass"))
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
-MAX_TRIAL_PLAYS = 4  # of a conversation that fails
+TRIAL_TRIES = 3  # of a conversation that fails
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 MAX_GOLD_ROWS = 4  # of them: a right program passes all its tests, which takes long
 MAX_GOLDS = 3  # answers of a row: some of several programs may be wrong
@@ -48,15 +46,15 @@ def load_env(
     """Returns the environment of an env file.
 
     `timeout` is the limit of each call in seconds; `concurrency` calls run at a time. `isolation`
-    is what a sync function runs in: thread | process.
+    is what they run in: thread | process.
 
     Raises ValueError when the file works with no row: it is missing or fails on import, it has no
     reward_fn, or a function cannot be called by the names of its parameters.
     """
     module = import_env_file(path)
     try:
-        spec = read_spec(module)
-    except (ValueError, EnvError) as error:
+        spec = read_spec(vars(module))
+    except ValueError as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
     _set_placeholder_key(spec)  # before there are processes
     file = str(module.__file__)
@@ -83,12 +81,7 @@ def make_env(
             f"rollout.env_isolation=process: other processes cannot call {given}, which this "
             "process made: write them to a file and give env=FILE, or leave the key out"
         )
-    module = ModuleType("environment")
-    vars(module).update(functions)
-    try:
-        spec = read_spec(module)
-    except EnvError as error:
-        raise ValueError(str(error)) from error
+    spec = read_spec(functions)
     for name in functions.keys() - spec.functions().keys():
         needed = {"run": "base_url", "play": "generate"}.get(name, "messages")
         raise ValueError(f"{name}: expected a function with a parameter called {needed}")
@@ -106,7 +99,7 @@ def _set_placeholder_key(spec: EnvSpec) -> None:
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:
-    """Tries the environment on the rows. Returns warnings; ValueError lists all problems.
+    """Tries the environment on the rows. Returns warnings; ValueError lists the problems.
 
     `is_partial` is rollout.partial.
 
@@ -114,7 +107,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     enough. If they fit, the functions are called with a few rows of each data set, each with an
     empty reply, a short one and a program; then with the gold answers of rows that have some. The
     calls of a file run in processes, so that none can block this one. A conversation that fails is
-    tried again, as a run tolerates some failures.
+    tried again, as a run tolerates some failures. After one that fails always, no other begins.
     """
     warnings = []
     functions = env.spec.row_functions()
@@ -208,8 +201,6 @@ class _Trial:
         self.warnings: list[str] = []
         self._keys = itertools.count()
         self._slots = asyncio.Semaphore(TRIAL_PROCESSES if env.path else MAX_TRIAL_ROWS)
-        self._has_worked = False
-        self._is_late = False  # a call is late whenever it is tried, so no further one is
 
     async def run(self, sets: list[list[LocatedRow]]) -> list[str]:
         """Returns the failures on the rows of data sets, and warns of their gold answers."""
@@ -218,7 +209,7 @@ class _Trial:
         if not self.failures and self.env.spec.reward_functions():
             for rows in sets:
                 await self._try_golds(rows)
-        return [f"{place}, {failure}" for failure, place in self.failures.items()]
+        return sorted(f"{place}, {failure}" for failure, place in self.failures.items())
 
     async def _try_golds(self, rows: list[LocatedRow]) -> None:
         """Warns if the gold answer of a row earns no more than a wrong one in all forms."""
@@ -252,31 +243,26 @@ class _Trial:
     async def _try(self, location: str, row: dict, reply: str) -> dict[str, float]:
         """Returns the reward parts of a conversation of one reply.
 
-        There are none where it fails whenever it is tried, which is noted.
+        There are none where it fails whenever it is tried, which is noted, and after that.
         """
         failure: EnvError | None = None
         async with self._slots:
-            for number in range(MAX_TRIAL_PLAYS):
-                if self._is_late:
-                    break
+            if self.failures:
+                return {}
+            for _ in range(TRIAL_TRIES):
                 key = ("trial", next(self._keys))
                 try:
                     parts = await play_reply(self.env, self.max_turns, row, reply, key)
                 except EnvError as error:
                     failure = error
-                    # A late call takes long. If none was in time, it is not by chance.
-                    is_by_chance = not number and self._has_worked
-                    self._is_late |= isinstance(error, LateError) and not is_by_chance
                     continue
-                self._has_worked = True
                 if failure and not self.warnings:
                     self.warnings.append(
                         "a conversation of the env file's trial failed, and worked when tried "
                         f"again. In a run a failure costs its trajectory. It was: {failure}"
                     )
                 return parts
-        if failure:
-            self.failures.setdefault(str(failure), f"{location}: with the reply {reply!r}")
+        self.failures.setdefault(str(failure), f"{location}: with the reply {reply!r}")
         return {}
 
 
@@ -297,7 +283,7 @@ async def play_reply(
             parts["turns"] = turn.reward
         add_parts(parts, await env.score(*conversation))
         if env.spec.extract is not None:
-            await env.extract(*conversation)
+            await env.extract(conversation[0], row)
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one
             await env.end(key)

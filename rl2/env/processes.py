@@ -1,4 +1,4 @@
-"""Runs the sync functions of an env file in processes: a call that takes too long is killed.
+"""Runs the functions of an env file in processes: a call that takes too long is killed.
 
 Each process imports the env file and nothing of the trainer, and runs one call at a time. All calls
 of a trajectory that keeps state go to one process. If a process ends, the trajectories with state
@@ -57,9 +57,6 @@ class EnvProcess:
                 raise EnvError(text) from None
         self.group = self._process.pid
 
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     async def ask(self, request: bytes) -> dict[str, Any]:
         """Sends `request` and returns the answer.
 
@@ -81,7 +78,7 @@ class EnvProcess:
             os.killpg(self.group, signal.SIGKILL)
         self._socket.close()
         for _ in range(ENDING_LOOKS):
-            if self.has_ended():
+            if self._process.poll() is not None:
                 break
             await asyncio.sleep(LOOK_SECONDS)
         status = self._process.returncode or 0
@@ -147,7 +144,7 @@ class ProcessPool:
             if not process.has_imported:
                 await self._import(process)
             limit = f"rollout.env_timeout={self.timeout:g} s"
-            return await self._ask(process, name, request, self.timeout, limit, key)
+            return await self._ask(process, name, request, self.timeout, limit)
         finally:
             process.is_busy = False
             self._freed.set()
@@ -158,8 +155,6 @@ class ProcessPool:
         None if the process of the trajectory has ended.
         """
         while True:
-            for process in [p for p in self._processes if not p.is_busy and p.has_ended()]:
-                await self._end(process)  # it has ended between two calls
             if key in self._lost:
                 return None
             homes = [process for process in self._processes if key in process.keys]
@@ -182,40 +177,27 @@ class ProcessPool:
         name = "the import of the env file in a process"
         try:
             await self._ask(process, name, b"", IMPORT_SECONDS, f"{IMPORT_SECONDS:g} s")
-        except (EnvError, asyncio.CancelledError):
+        except EnvError:
             await self._end(process)
             raise
         process.has_imported = True
 
     async def _ask(
-        self,
-        process: EnvProcess,
-        name: str,
-        request: bytes,
-        seconds: float,
-        limit: str,
-        key: Hashable = None,
+        self, process: EnvProcess, name: str, request: bytes, seconds: float, limit: str
     ) -> Any:
-        """The value that the process answers. EnvError if there is none; it may be ended.
+        """The value that the process answers. EnvError if there is none.
 
-        If the call is cancelled, the process is ended, unless another trajectory than `key` keeps
-        state there. Then the call keeps the process busy until it returns or is late.
+        The process is ended if it does not answer in time, or if the call is cancelled.
         """
-        answering = asyncio.ensure_future(process.ask(request))
         try:
             with expecting(seconds):
-                await asyncio.wait([answering], timeout=seconds)
+                answer = await asyncio.wait_for(process.ask(request), seconds)
         except asyncio.CancelledError:
-            if process.keys - {key}:
-                await asyncio.wait([answering], timeout=seconds)
-            if not answering.done() or answering.exception():
-                await self._end(process, answering)
+            await self._end(process)
             raise
-        if not answering.done():
-            await self._end(process, answering)
-            raise LateError(f"{name} did not return within {limit}")
-        try:
-            answer = answering.result()
+        except TimeoutError:
+            await self._end(process)
+            raise LateError(f"{name} did not return within {limit}") from None
         except (OSError, ValueError):
             how = await self._end(process)
             raise EnvError(f"{name} ended its process: {how}") from None
@@ -223,11 +205,8 @@ class ProcessPool:
             raise EnvError(answer["reason"], answer["kind"])
         return answer["value"]
 
-    async def _end(self, process: EnvProcess, answering: asyncio.Future | None = None) -> str:
-        """Ends a process, of which nobody reads the answer any more. Returns how it ended."""
-        if answering is not None:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+    async def _end(self, process: EnvProcess) -> str:
+        """Ends a process. Returns how it ended."""
         if process not in self._processes:
             return ""
         self._processes.remove(process)

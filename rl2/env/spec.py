@@ -6,12 +6,12 @@ rl2/env/contract.py describes each of them. `read_spec` finds them once, when th
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rl2.env.contract import METHOD, METHODS, check_signature, project_of
+from rl2.env.contract import METHOD, METHODS, EnvError, check_signature, project_of
 from rl2.env.results import raising_env_error
 
 # Functions of an env file beside those that reward a trajectory.
@@ -80,38 +80,27 @@ class EnvSpec:
         return names
 
 
-def read_spec(module: ModuleType) -> EnvSpec:
-    """Returns what the module of an env file defines.
+def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
+    """Returns what the names of an env file define.
 
-    Raises ValueError when the file works with no row, EnvError when its `make_env` fails.
+    Raises ValueError when the file works with no row, also because its `make_env` fails.
     """
-    reward_fns = _find_reward_functions(module)
-    group_reward_fn = getattr(module, "group_reward_fn", None)
-    make_env = getattr(module, "make_env", None)
-    interact = getattr(module, "interact", None)
-    extract = _function_with(module, "extract", "messages")
-    run = _function_with(module, "run", "base_url")
-    play = _function_with(module, "play", "generate")
+    make_env = functions.get("make_env")
+    run = _function_with(functions, "run", "base_url")
+    play = _function_with(functions, "play", "generate")
     if run and play:
         raise ValueError("`run` and `play` both play the whole trajectory: remove one of them")
-    if (run or play) and (interact or make_env):
+    if (run or play) and (make_env or functions.get("interact")):
         agent = "run" if run else "play"
         raise ValueError(
             f"`{agent}` plays the whole trajectory: remove it, or interact and make_env"
         )
-    if play and not inspect.iscoroutinefunction(play):
-        raise ValueError("play must be async: async def play(row, generate)")
-    if not (reward_fns or make_env or group_reward_fn or run or play):
-        raise ValueError(
-            "expected a function reward_fn(messages, answer), found none; a reward function of "
-            "TRL or verl works too: reward_fn = NAME"
-        )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
     spec = EnvSpec(
-        reward_fns=reward_fns,
-        interact=interact,
-        extract=extract,
-        group_reward_fn=group_reward_fn,
+        reward_fns=_find_reward_functions(functions),
+        interact=functions.get("interact"),
+        extract=_function_with(functions, "extract", "messages"),
+        group_reward_fn=functions.get("group_reward_fn"),
         run=run,
         play=play,
         make_env=make_env,
@@ -119,30 +108,36 @@ def read_spec(module: ModuleType) -> EnvSpec:
         tools=tools,
         tool_schemas=[_tool_schema(tool) for tool in tools.values()],
     )
+    if play and not inspect.iscoroutinefunction(play):
+        raise ValueError("play must be async: async def play(row, generate)")
+    if spec.functions().keys() <= {"interact", "extract"}:
+        raise ValueError(
+            "expected a function reward_fn(messages, answer), found none; a reward function of "
+            "TRL or verl works too: reward_fn = NAME"
+        )
     for name, function in spec.functions().items():
         if name != "make_env":
             check_signature(function, name)
     return spec
 
 
-def _find_reward_functions(module: ModuleType) -> dict[str, Callable]:
+def _find_reward_functions(functions: Mapping[str, Any]) -> dict[str, Callable]:
     """`reward_fn` of an env file, or else verl's `compute_score`, or all that TRL would call."""
-    reward_fn = getattr(module, "reward_fn", None)
-    if reward_fn is not None:
-        return {"reward_fn": reward_fn}
-    functions = {}
-    for name, value in vars(module).items():
+    if functions.get("reward_fn") is not None:
+        return {"reward_fn": functions["reward_fn"]}
+    found = {}
+    for name, value in functions.items():
         project = project_of(value) if inspect.isfunction(value) else ""
         if name == "compute_score" and project == "verl":
             return {name: value}
         if project == "TRL" and name[0] != "_":
-            functions[name] = value
-    return functions
+            found[name] = value
+    return found
 
 
-def _function_with(module: ModuleType, name: str, parameter: str) -> Callable | None:
+def _function_with(functions: Mapping[str, Any], name: str, parameter: str) -> Callable | None:
     """The function of that name, unless it lacks the parameter and so has another purpose."""
-    function: Any = getattr(module, name, None)
+    function = functions.get(name)
     if inspect.isfunction(function) and parameter in inspect.signature(function).parameters:
         return function
     return None
@@ -151,13 +146,16 @@ def _function_with(module: ModuleType, name: str, parameter: str) -> Callable | 
 def _members_of(make_env: Callable) -> tuple[dict[str, Callable], dict[str, Callable]]:
     """(the methods, the tools) of the objects that `make_env` makes, by name.
 
-    A function is called once to see what it makes. Raises EnvError if that fails; ValueError if the
+    A function is called once to see what it makes. Raises ValueError if that fails, or if the
     objects have neither step nor a tool.
     """
     kind = make_env
     if not inspect.isclass(kind):
-        with raising_env_error("make_env"):
-            kind = type(make_env())
+        try:
+            with raising_env_error("make_env"):
+                kind = type(make_env())
+        except EnvError as error:
+            raise ValueError(str(error)) from error
     methods: dict[str, Callable] = {}
     tools: dict[str, Callable] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
