@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl2.env.tool_calls.call import JSON_START, ToolCall, read_json_calls, skip_space
-from rl2.env.tool_calls.python_calls import read_python_calls
 from rl2.env.tool_calls.syntaxes import Syntax
 
 MAX_CALLS = 100  # in a turn
@@ -25,7 +24,6 @@ REASONING = {
     "<|channel|>analysis<|message|>": "<|end|>",
 }
 FENCED = re.compile(r"```\w*\n(.*?)(?:```|\Z)", re.DOTALL)
-PYTHON_START = re.compile(r"\[?[\w.]+\(")
 
 
 @dataclass
@@ -117,12 +115,10 @@ def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False
 
 def _read_bare_calls(text: str, names: set[str]) -> list[ToolCall]:
     """Returns the calls of the tools if a text has nothing but calls, and none otherwise."""
-    calls, end = [], len(text)
+    if not JSON_START.match(text):
+        return []
     try:
-        if PYTHON_START.match(text):
-            calls = read_python_calls(text)
-        elif JSON_START.match(text):
-            calls, end = read_json_calls(text, 0)
+        calls, end = read_json_calls(text, 0)
     except Exception:  # any other text
         return []
     is_whole = skip_space(text, end) == len(text)

@@ -29,11 +29,12 @@ def read_python_calls(text: str) -> list[ToolCall]:
 
 
 def _from_python(node: ast.expr) -> ToolCall:
-    """Returns the call f(x=1), or f.call(x=1) as Llama writes it."""
+    """Returns the call f(x=1)."""
     if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
         raise ValueError("expected calls with arguments by name")
-    name = ast.unparse(node.func).removesuffix(".call")
-    return to_call(name, {str(k.arg): _python_value(k.value) for k in node.keywords})
+    return to_call(
+        ast.unparse(node.func), {str(k.arg): _python_value(k.value) for k in node.keywords}
+    )
 
 
 class _JsonConstants(ast.NodeTransformer):

@@ -24,7 +24,9 @@ from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
 Tools = Sequence[dict]  # the schemas of the tools
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
-GEMMA_NAME = re.compile(r"\s*call:([\w.-]+)(?=\{)")
+GEMMA_CALL = re.compile(  # up to the mark outside of quotes
+    r"""\s*call:([\w.-]+)(?=\{)((?:<\|"\|>.*?<\|"\|>|.)*?)(?:<tool_call\|>|\Z)""", re.DOTALL
+)
 GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 DEEPSEEK_NAME = re.compile(  # of version 3.1, or of 3 and R1
     r"\s*+(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>([^\n<{]++)\n```(?:json)?\n"
@@ -67,33 +69,29 @@ def _read_json(text: str, start: int, _: Tools, closing: str) -> Calls:
     return calls, _expect(text, end, closing)
 
 
-def _read_named_json(
-    text: str, start: int, _: Tools, closing: str, name: re.Pattern, last_closing: str = ""
-) -> Calls:
-    """A name, the group of the pattern that matches, and its arguments as JSON.
-
-    The closing mark must follow; `last_closing`, after all calls, may follow it.
-    """
+def _read_named_json(text: str, start: int, _: Tools, closing: str, name: re.Pattern) -> Calls:
+    """A name, the group of the pattern that matches, and its arguments as JSON."""
     head = _match(name, text, start)
     arguments, end = DECODER.raw_decode(text, skip_space(text, head.end()))
     call = to_call(next(filter(None, head.groups())).strip(), arguments)
-    end = _expect(text, _skip(text, end, "```"), closing)
-    return [call], _skip(text, end, last_closing)
+    end = skip_space(text, end)
+    if text.startswith("```", end):  # of DeepSeek
+        end += len("```")
+    return [call], _expect(text, end, closing)
 
 
 def _read_marked_arguments(
     text: str,
     start: int,
     tools: Tools,
-    closing: str,
+    _closing: str,
     name: re.Pattern,
     argument: re.Pattern,
     end_of_call: str,
 ) -> Calls:
     """A name and arguments, each between marks and without quotes: the schema gives the types.
 
-    The groups of `argument` are its name and its value. `end_of_call` must follow the arguments;
-    the closing mark may follow it.
+    The groups of `argument` are its name and its value.
     """
     head = _match(name, text, start)
     tool, end = head[1].strip(), head.end()
@@ -103,9 +101,7 @@ def _read_marked_arguments(
         key = match[1].strip()
         arguments[key] = to_typed(match[2], schemas.get(key))
         end = match.end()
-    call = to_call(tool, arguments)
-    end = _expect(text, end, end_of_call)
-    return [call], _skip(text, end, closing if end_of_call != closing else "")
+    return [to_call(tool, arguments)], _expect(text, end, end_of_call)
 
 
 def _read_python(text: str, start: int, _: Tools, closing: str) -> Calls:
@@ -118,14 +114,6 @@ def _read_python(text: str, start: int, _: Tools, closing: str) -> Calls:
     return calls, start + len(body) + len(mark)
 
 
-def _read_llama(text: str, start: int, _: Tools, closing: str) -> Calls:
-    """JSON, or calls of Python up to the next mark."""
-    if JSON_START.match(text, start):
-        return read_json_calls(text, start)
-    body = text[start:].partition("<|python_tag|>")[0]
-    return read_python_calls(body), start + len(body)
-
-
 def _read_mistral(text: str, start: int, tools: Tools, closing: str) -> Calls:
     """A list of calls, or NAME[ARGS]{...}, which may have [CALL_ID] and an id in between."""
     if JSON_START.match(text, start):
@@ -133,24 +121,13 @@ def _read_mistral(text: str, start: int, tools: Tools, closing: str) -> Calls:
     return _read_named_json(text, start, tools, closing, MISTRAL_NAME)
 
 
-def _read_gemma(text: str, start: int, _: Tools, closing: str) -> Calls:
+def _read_gemma(text: str, start: int, _: Tools, _closing: str) -> Calls:
     """call:NAME{KEY:VALUE}, in which <|"|> quotes texts: JSON with other quotes."""
-    name = _match(GEMMA_NAME, text, start)
-    pieces = text[name.end() :].split('<|"|>')
-    as_json = []
-    end = name.end()
-    for number, piece in enumerate(pieces):
-        if number % 2:  # between quotes
-            as_json.append(json.dumps(piece))
-        else:
-            body, mark, _rest = piece.partition(closing)
-            as_json.append(GEMMA_KEY.sub(r'\1"\2":', body))
-            if mark:
-                end += len(body) + len(mark)
-                break
-        end += len(piece) + len('<|"|>')
-    arguments = DECODER.decode("".join(as_json))
-    return [to_call(name[1], arguments)], min(end, len(text))
+    call = _match(GEMMA_CALL, text, start)
+    pieces = call[2].split('<|"|>')
+    pieces[::2] = [GEMMA_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+    pieces[1::2] = map(json.dumps, pieces[1::2])  # between quotes
+    return [to_call(call[1], DECODER.decode("".join(pieces)))], call.end()
 
 
 def _match(pattern: re.Pattern, text: str, start: int) -> re.Match:
@@ -171,13 +148,7 @@ def _expect(text: str, start: int, closing: str) -> int:
     raise ValueError(f"expected {closing} instead of {text[start : start + 20]!r}")
 
 
-def _skip(text: str, start: int, closing: str) -> int:
-    """Returns where the mark ends if it follows."""
-    after = skip_space(text, start)
-    return after + len(closing) if closing and text.startswith(closing, after) else start
-
-
-LLAMA = Syntax("llama", r"<\|python_tag\|>", "", _read_llama)
+LLAMA = Syntax("llama", r"<\|python_tag\|>", "", _read_json)
 # Syntaxes with one mark are tried in this order; the first of them explains a mistake.
 SYNTAXES = (
     Syntax("hermes", "<tool_call>", "</tool_call>", _read_json),
@@ -206,13 +177,13 @@ SYNTAXES = (
         "deepseek",
         "<｜tool▁calls?▁begin｜>",
         "<｜tool▁call▁end｜>",
-        partial(_read_named_json, name=DEEPSEEK_NAME, last_closing="<｜tool▁calls▁end｜>"),
+        partial(_read_named_json, name=DEEPSEEK_NAME),
     ),
     Syntax(
         "kimi",
         r"<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
         "<|tool_call_end|>",
-        partial(_read_named_json, name=KIMI_NAME, last_closing="<|tool_calls_section_end|>"),
+        partial(_read_named_json, name=KIMI_NAME),
     ),
     Syntax("cohere", r"<\|START_ACTION\|>", "<|END_ACTION|>", _read_json),
     Syntax("gemma4", r"<\|tool_call>", "<tool_call|>", _read_gemma),
