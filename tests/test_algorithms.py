@@ -183,16 +183,6 @@ def assert_metrics(metrics, expected):
         assert value.item() == pytest.approx(expected[name], rel=1e-9, abs=1e-9), name
 
 
-def rewards_by_group(case):
-    """{group: {trajectory: reward}} of the trajectories with a sampled token."""
-    rewards = defaultdict(dict)
-    for trajectory, cells in sampled_cells(case.mask, case.trajectory).items():
-        first_row = cells[0][0]
-        group = case.group[first_row].item()
-        rewards[group][trajectory] = sum(case.rewards[cell].item() for cell in cells)
-    return rewards
-
-
 # KL
 
 
@@ -245,15 +235,22 @@ def inputs_of(case, **settings):
     return advantage_inputs(case.mask, case.rewards, case.group, case.trajectory, **others)
 
 
-def loop_over_groups(case, advantage):
-    """{cell: advantage(the reward of its trajectory, all rewards of the group)}."""
+def compare_in_groups(case, advantage, values=None):
+    """{trajectory: advantage(its value, those of its group)}. The values are the rewards."""
     cells_of = sampled_cells(case.mask, case.trajectory)
-    expected = {}
-    for rewards in rewards_by_group(case).values():
-        for trajectory, reward in rewards.items():
-            value = advantage(reward, list(rewards.values()))
-            expected |= dict.fromkeys(cells_of[trajectory], value)
-    return expected
+    if values is None:
+        values = {t: sum(case.rewards[c].item() for c in cells) for t, cells in cells_of.items()}
+    group_of = {t: case.group[cells[0][0]].item() for t, cells in cells_of.items()}
+    members = defaultdict(list)
+    for trajectory, group in group_of.items():
+        members[group].append(values[trajectory])
+    return {t: advantage(values[t], members[group]) for t, group in group_of.items()}
+
+
+def on_tokens(case, values):
+    """{cell: the value of its trajectory}."""
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    return {cell: value for t, value in values.items() for cell in cells_of[t]}
 
 
 def over_mean(reward, rewards):
@@ -278,20 +275,13 @@ def over_mean_in_means(reward, rewards):
 
 def loop_gdpo(case):
     """The standardised parts of each trajectory, added, over their deviation in the batch."""
-    cells_of = sampled_cells(case.mask, case.trajectory)
-    totals = dict.fromkeys(cells_of, 0.0)
+    totals = Counter()
     for part in parts_of(case).values():
         values = dict(zip(case.trajectory.tolist(), part.values.tolist(), strict=True))
-        for members in rewards_by_group(case).values():
-            mean = statistics.mean(values[t] for t in members)
-            std = statistics.stdev(values[t] for t in members) if len(members) > 1 else 0.0
-            for t in members:
-                totals[t] += part.weight * (values[t] - mean) / (std + 1e-4)
+        found = compare_in_groups(case, over_mean_in_deviations, values)
+        totals.update({t: part.weight * value for t, value in found.items()})
     std = statistics.stdev(totals.values()) + 1e-4 if len(totals) > 1 else 1.0
-    expected = {}
-    for trajectory, total in totals.items():
-        expected |= dict.fromkeys(cells_of[trajectory], total / std)
-    return expected
+    return on_tokens(case, {t: total / std for t, total in totals.items()})
 
 
 def whitened(cells):
@@ -318,7 +308,7 @@ def loop_distillation(case):
 
 
 def by_group(advantage):
-    return partial(loop_over_groups, advantage=advantage)
+    return lambda case: on_tokens(case, compare_in_groups(case, advantage))
 
 
 ESTIMATES = [
@@ -329,11 +319,7 @@ ESTIMATES = [
     ("gdpo", {}, loop_gdpo),
     ("reinforce_plus_plus", dict(gamma=1.0), partial(loop_reinforce_plus_plus, gamma=1.0)),
     ("reinforce_plus_plus", dict(gamma=0.9), partial(loop_reinforce_plus_plus, gamma=0.9)),
-    (
-        "reinforce_plus_plus_baseline",
-        {},
-        lambda case: whitened(loop_over_groups(case, over_mean)),
-    ),
+    ("reinforce_plus_plus_baseline", {}, lambda case: whitened(by_group(over_mean)(case))),
     ("distillation", {}, loop_distillation),
 ]
 

@@ -71,26 +71,6 @@ def test_length_limits_end_a_trajectory(tmp_path):
     assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
 
 
-def test_a_failed_environment_excludes_only_its_trajectory(tmp_path):
-    env = """
-        def reward_fn(messages, answer):
-            if answer == "1":
-                raise RuntimeError("boom")
-            return 1.0
-    """
-    collector, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
-    trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
-    finish_reasons = [trajectory.finish_reason for trajectory in trajectories]
-    assert finish_reasons == ["stop"] * 2 + ["failed"] * 2 + ["stop"] * 2
-    samples = training_samples(trajectories)
-    assert [sum(sample.mask) for sample in samples] == [3, 3, 0, 0, 3, 3]
-    assert [trajectory.length for trajectory in trajectories] == [3, 3, 0, 0, 3, 3]
-    assert not any(trajectory.samples for trajectory in trajectories), "they keep the memory"
-    metrics = summarise(trajectories, 0)
-    assert metrics["reward/mean"] == 1.0 and metrics["rollout/failed"] == pytest.approx(1 / 3)
-    assert collector.player.failures.count == 2 and "boom" in str(collector.player.failures.last)
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_groups_are_complete_and_ordered_and_every_request_has_its_own_seed(
     tmp_path, deterministic
@@ -565,7 +545,12 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)
     failed = [t.row["fault"] for t in trajectories if t.finish_reason == "failed"]
     assert failed == list(env_file.FAULTS) and player.failures.count == len(failed)
-    assert summarise(trajectories, 0)["rollout/failed"] == pytest.approx(0.1)
+    metrics = summarise(trajectories, 0)
+    assert metrics["rollout/failed"] == pytest.approx(0.1) and metrics["reward/mean"] == 1.0
+    trained = [sum(sample.mask) > 0 for sample in training_samples(trajectories)]
+    assert trained == [not t.row["fault"] for t in trajectories]
+    assert not any(t.samples for t in trajectories), "they keep the memory"
+    assert [t.length > 0 for t in trajectories] == trained
     done = [trajectory for trajectory in trajectories if not trajectory.row["fault"]]
     assert all(t.num_turns == num_turns and t.rewards == {"caf\ufffd": 1.0} for t in done)
     answer = [{"role": "tool", "content": "caf\ufffd"}] * (num_turns - 1)
