@@ -204,6 +204,21 @@ def test_saving_before_the_first_update_changes_nothing(tmp_path, device):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+def test_an_entropy_that_is_only_logged_changes_no_weight(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    weights = []
+    for with_entropy in (False, True):
+        worker = Worker(worker_config(name), device, False, 8)
+        for _ in range(2):
+            worker.update(
+                make_batch(),
+                lambda b, s: ((s.logps * b.token_weights).sum(), {}),
+                with_entropy=with_entropy,
+            )
+        weights.append(full_weights(worker))
+    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
+
+
 def test_the_state_of_another_optimizer_is_refused(tmp_path, device):
     name = make_model(tmp_path / "model")
     worker = Worker(worker_config(name), device, False, 8)
@@ -321,50 +336,34 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(tmp_path, device):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
-    name = make_model(tmp_path / "model")
-    batch = make_batch()
-    worker = Worker(worker_config(name, warmup_ratio=1.0), device, False, 4)
-    before = full_weights(worker)
-
-    def infinite_loss(rows, scores):
-        loss, metrics = policy_loss(rows, scores)
-        return loss * float("inf"), metrics
-
-    result = worker.update(batch, infinite_loss, with_entropy=True)
-    assert result.skipped and worker.version == 0
-    after = full_weights(worker)
-    assert all(torch.equal(after[key], before[key]) for key in before)
-    result = worker.update(batch, policy_loss, with_entropy=True)
-    assert not result.skipped and worker.version == 1
-    assert result.lr == LEARNING_RATE / 4  # the skipped update did not advance the schedule
-    after = full_weights(worker)
-    assert any(not torch.equal(after[key], before[key]) for key in before)
-
-
-def test_an_update_that_its_loss_skips_moves_nothing(tmp_path, device):
+def test_an_update_that_is_skipped_moves_nothing(tmp_path, device):
+    """Because its gradient is not finite, or its loss says so."""
     name = make_model(tmp_path / "model")
     batch = make_batch()
     worker = Worker(worker_config(name, min_lr_ratio=0.5, scheduler="linear"), device, False, 4)
     before = full_weights(worker)
 
-    def loss_with_ratio(rows, scores):
+    def loss_with_ratio(rows, scores, factor):
         """The ratio is 3 at every token, so its mean by any weights is 3."""
         loss, metrics = policy_loss(rows, scores)
-        return loss, {**metrics, "ratio": (3 * rows.token_weights).sum()}
+        return factor * loss, {**metrics, "ratio": (3 * rows.token_weights).sum()}
 
-    def update(limit):
-        config = ActorConfig(skip_threshold=limit)
-        skip = partial(ratio_is_too_high, config, batch)
-        return worker.update(batch, loss_with_ratio, with_entropy=True, skip=skip)
+    def update(limit, factor=1.0):
+        skip = partial(ratio_is_too_high, ActorConfig(skip_threshold=limit), batch)
+        loss = partial(loss_with_ratio, factor=factor)
+        return worker.update(batch, loss, with_entropy=True, skip=skip)
 
+    assert update(None, float("inf")).skipped
     result = update(2.9)
     assert result.skipped and worker.version == 0 and result.grad_norm > 0
     after = full_weights(worker)
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert not update(3.1).skipped and not update(None).skipped
     assert worker.version == 2
-    # After 2 of 4 updates the linear schedule is halfway between 1 and its floor of 0.5.
+    after = full_weights(worker)
+    assert any(not torch.equal(after[key], before[key]) for key in before)
+    # After 2 of 4 updates the linear schedule is halfway between 1 and its floor of 0.5: the
+    # skipped ones do not count.
     assert update(None).lr == pytest.approx(0.75 * LEARNING_RATE)
 
 
