@@ -77,7 +77,7 @@ def test_a_call_is_read_back_as_it_was_written(family, arguments):
 def test_several_calls_and_the_text_before_them(family, content):
     name, template, reader = family
     calls = [("find", ARGUMENTS[3]), ("note-2", ARGUMENTS[4]), ("find", {})]
-    if FAMILIES[name].syntax == "llama":  # one call, without a text
+    if FAMILIES[name].syntax in ("lfm2", "llama"):  # Python's names; one call, without a text
         calls = calls[:1]
     if name in ("llama3_1", "mistral_nemo", "mistral_v3"):  # which write either a text or calls
         content = ""
@@ -209,6 +209,7 @@ HOSTILE = [
     "find[CALL_ID][ARGS]" * 1000,
     " " * 200_000,
     "function<｜tool▁sep｜>" + " " * 200_000,
+    "find(x=" + " " * 100_000 + "'" + "', " * 10_000,
     "\x00\ufffd\u2028",
 ]
 MARKS = CASES["marks"]

@@ -3,14 +3,11 @@
 A syntax has a mark in front of a call, and a function that reads what follows the mark.
 """
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from rl2.env.tool_calls.call import (
     DECODER,
@@ -22,10 +19,10 @@ from rl2.env.tool_calls.call import (
     to_call,
     to_typed,
 )
+from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
 
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
 Tools = Sequence[dict]  # the schemas of the tools
-PYTHON_NAMES = {"true": True, "false": False, "null": None}  # of JSON, inside of Python
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
 GEMMA_CALL = re.compile(  # up to the mark outside of quotes
     r"""\s*call:([\w.-]+)(?=\{)((?:<\|"\|>.*?<\|"\|>|.)*?)(?:<tool_call\|>|\Z)""", re.DOTALL
@@ -94,7 +91,7 @@ def _read_marked_arguments(
 ) -> Calls:
     """A name and arguments, each between marks and without quotes: the schema gives the types.
 
-    The groups of `argument` are its name and its value. `end_of_call` must follow the arguments.
+    The groups of `argument` are its name and its value.
     """
     head = _match(name, text, start)
     tool, end = head[1].strip(), head.end()
@@ -108,52 +105,13 @@ def _read_marked_arguments(
 
 
 def _read_python(text: str, start: int, _: Tools, closing: str) -> Calls:
-    """[NAME(KEY=VALUE), ...] between marks, or one call in each line."""
+    """[NAME(KEY=VALUE), ...] between marks."""
     body, mark, _rest = text[start:].partition(closing)
-    calls: list[ToolCall] = []
-    for expression in _parse_python(body):
-        nodes = expression.elts if isinstance(expression, ast.List) else [expression]
-        calls += map(_from_python, nodes)
-    if not calls:
-        raise ValueError("the list has no call")
-    return calls, start + len(body) + len(mark)
-
-
-def _from_python(node: ast.expr) -> ToolCall:
-    """Returns the call f(x=1)."""
-    if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
-        raise ValueError("expected calls with arguments by name")
-    return to_call(
-        ast.unparse(node.func), {str(k.arg): _python_value(k.value) for k in node.keywords}
-    )
-
-
-class _JsonConstants(ast.NodeTransformer):
-    """Puts Python's constants in place of those of JSON."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(PYTHON_NAMES[node.id]) if node.id in PYTHON_NAMES else node
-
-
-def _python_value(node: ast.expr) -> Any:
-    """Returns the value of a literal, in which constants may be written as in JSON."""
     try:
-        return ast.literal_eval(_JsonConstants().visit(node))
-    except ValueError:
-        # Python's own text has the address of an object. The model reads this one, and a run that
-        # is repeated must have the same bits.
-        raise ValueError(f"expected a literal instead of {ast.unparse(node)[:20]!r}") from None
-
-
-def _parse_python(text: str) -> list[ast.expr]:
-    """Returns the expressions in a text. ValueError if it has other statements."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python does not know
-        statements = ast.parse(text.strip()).body
-    expressions = [s.value for s in statements if isinstance(s, ast.Expr)]
-    if len(expressions) < len(statements):
-        raise ValueError("expected calls with arguments by name")
-    return expressions
+        calls = read_python_calls(body)
+    except SyntaxError as error:  # quotes and line breaks that are not escaped
+        calls = read_loose_calls(body.strip(), error)
+    return calls, start + len(body) + len(mark)
 
 
 def _read_mistral(text: str, start: int, tools: Tools, closing: str) -> Calls:
