@@ -178,25 +178,36 @@ def difference(batch, worker, temperature=1.0) -> float:
 def test_log_probabilities_are_equal_before_and_after_an_update(
     models, threads, family, dtype, num_threads
 ):
-    """The update compares too: without old log-probabilities it would stop."""
+    """The update compares too: without old log-probabilities it would stop.
+
+    Qwen3 has a temperature, in bf16 logits of bf16, in fp32 many micro-batches without shared
+    prompts.
+    """
     threads(num_threads)
     skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
-    engine, worker = make_pair(models(family), dtype, exact=True)
-    batch = roll_out(engine)
+    temperature, changes = 1.0, {}
+    if family == "qwen3" and dtype == "bfloat16":
+        temperature, changes = 0.7, {"head_dtype": "bfloat16"}
+    elif family == "qwen3":
+        temperature, changes = 1.3, {"share_prompts": False, "max_length_per_device": 200}
+    engine, worker = make_pair(models(family), dtype, exact=True, **changes)
+    engine.head_dtype = getattr(torch, changes.get("head_dtype", "float32"))
+    engine._pack_linear_layers()
+    batch = roll_out(engine, temperature)
     assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
-    assert difference(batch, worker) == 0
+    assert difference(batch, worker, temperature) == 0
     small = batch.select([0])  # a prompt of one token, of whose answer three tokens are trained
     small.mask[:, 3:] = 0
-    assert difference(small, worker) == 0
-    worker.update(batch, policy_loss, with_entropy=True)
+    assert difference(small, worker, temperature) == 0
+    worker.update(batch, policy_loss, temperature, with_entropy=True)
     assert worker.version == 1
     engine.sleep()
     engine.wake()
     engine.load_weights(worker.iter_full_weights(getattr(torch, dtype)), 1)
-    assert difference(roll_out(engine, seed=1), worker) == 0
+    assert difference(roll_out(engine, temperature, seed=1), worker, temperature) == 0
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
-        worker.infer(batch)  # of the weights before the update
+        worker.infer(batch, temperature)  # of the weights before the update
 
 
 @pytest.mark.parametrize(
@@ -247,28 +258,6 @@ def test_they_are_equal_among_what_top_p_and_top_k_leave(models, params):
     assert difference(whole, worker, 0.7) == 0
     assert (batch.engine_logps >= whole.engine_logps).all()
     assert (batch.engine_logps - whole.engine_logps).max() > 0.05
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("temperature", "changes"),
-    [
-        (0.7, {"share_prompts": False}),
-        (1.3, {"max_length_per_device": 200}),
-        (1.0, {"head_dtype": "bfloat16"}),
-        (1.0, {"gradient_checkpointing": True}),
-    ],
-    ids=["without shared prompts", "many micro-batches", "bf16 logits", "checkpointing"],
-)
-def test_they_are_equal_however_the_batch_is_run(models, temperature, changes):
-    skip_if_bits_depend_on_the_row_count(torch.bfloat16)
-    name = models("qwen3")
-    engine, worker = make_pair(name, "bfloat16", exact=True, **changes)
-    engine.head_dtype = getattr(torch, changes.get("head_dtype", "float32"))
-    engine._pack_linear_layers()
-    batch = roll_out(engine, temperature)
-    assert difference(batch, worker, temperature) == 0
-    worker.update(batch, policy_loss, temperature, with_entropy=True)
     engine.close()
 
 
