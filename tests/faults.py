@@ -87,17 +87,17 @@ def start_slow_run(
     test = f"data.test_path={folder / 'rows.jsonl'}"
     words = arguments(folder, name, test, "trainer.n_epochs=9", *more)
     run = runs.start(world, "sft", words, prepare)
-    run.wait_for(lambda: "update begins" in run.output)
+    run.wait_for(lambda: run.output.count("update begins") >= world)
     return run
 
 
 def check_a_signal_saves_and_does_not_evaluate(runs: ForkedRuns, folder: Path) -> None:
     """Also where it comes twice, as `timeout` sends it."""
-    run = start_slow_run(runs, folder, "stopped")
+    run = start_slow_run(runs, folder, "stopped", world=2)
     run.send(signal.SIGTERM)
     run.wait_for(lambda: "stopping" in run.output)
     run.send(signal.SIGTERM)
-    assert run.wait() == [0], run.output
+    assert run.wait() == [0, 0], run.output
     assert run.output.count("stopping") == 1, run.output
     lines = read_metrics(folder / "stopped")
     assert [line["step"] for line in lines] == [0, 1]

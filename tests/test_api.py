@@ -176,7 +176,7 @@ def test_runs_follow_each_other_in_a_process(model, unchanged_process):
         assert weights(again) == weights(first)
 
 
-def test_a_failing_reward_leaves_a_process_that_can_train(model, unchanged_process):
+def test_a_failing_reward_leaves_a_process_that_can_train(model, capsys, unchanged_process):
     def fail(messages, answer):
         raise KeyError("nope")
 
@@ -186,8 +186,10 @@ def test_a_failing_reward_leaves_a_process_that_can_train(model, unchanged_proce
         return 0.0
 
     for train in (train_ppo, train_in_event_loop):
+        capsys.readouterr()
         with pytest.raises(ValueError, match="KeyError: 'nope'"):  # when it is tried
             train(model, "run", fail)
+        assert "loading" not in capsys.readouterr().out, "the model loads before the trial"
         with pytest.raises(RuntimeError, match="failed on .*(?s:.*)KeyError: 'later'"):
             train(model, "run", fail_later, **{"trainer.resume": "off"})
     train_ppo(model, "run", **{"trainer.resume": "off"})

@@ -11,6 +11,8 @@ import torch
 from common import policy_inputs
 
 from rl2.algorithms.find import find_estimator, find_policy_loss
+from rl2.config.schema import PPOConfig
+from rl2.trainer.ppo import can_drop_rows
 
 USERS_FILE = """
 from rl2.algorithms.advantages import AdvantageInputs, Estimator
@@ -46,6 +48,10 @@ def test_a_function_of_a_users_file_may_be_declared(users_file):
     bare, declared = (find_policy_loss(f"{users_file}:{name}") for name in ("typed", "declared"))
     assert bare.settings == ("clip", "clip_high", "dual_clip") and declared.settings == ("clip",)
     assert declared.vanishes_without_advantage and not bare.vanishes_without_advantage
+    for name, may_drop in (("typed", False), ("declared", True)):
+        config = PPOConfig()
+        config.actor.loss = f"{users_file}:{name}"
+        assert can_drop_rows(config) == may_drop
     for loss in (bare, declared):
         assert loss.compute(INPUTS)[0].equal(-INPUTS.logps * INPUTS.advantages)
     bare, declared = (find_estimator(f"{users_file}:{name}") for name in ("critic", "estimator"))

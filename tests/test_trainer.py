@@ -28,7 +28,6 @@ from common import (
     read_metrics,
     read_untimed_metrics,
     same_weights,
-    torchrun,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -126,58 +125,6 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
 
 
-HALF_EQUAL_ENV = """
-    letter_reward = reward_fn
-
-    def reward_fn(messages, answer):
-        is_even = int(messages[0]["content"].split()[-1]) % 2 == 0
-        return 1.0 if is_even else letter_reward(messages, answer)
-"""
-
-
-@pytest.mark.nightly
-def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(setup, tmp_path):
-    """The answers to every second prompt earn the same, so their advantages are 0.
-
-    The loss `pushed` has a gradient there. With `equal` every answer earns the same.
-    """
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(HALF_EQUAL_ENV))
-    (tmp_path / "equal.py").write_text("def reward_fn(messages, answer):\n    return 1.0\n")
-    (tmp_path / "mine.py").write_text(
-        "from rl2.algorithms.losses import PolicyLoss\n"
-        "def pushed(x):\n    return -(x.advantages + 0.1) * x.logps, {}\n"
-        "def plain(x):\n    return -x.advantages * x.logps, {}\n"
-        "declared = PolicyLoss(plain, vanishes_without_advantage=True)\n"
-    )
-    pushed = [f"actor.loss={tmp_path}/mine.py:pushed"]
-    runs = {
-        "one_update": [],
-        "two_updates": ["actor.update_per_rollout=2"],
-        "own": pushed,
-        "equal": [*pushed, f"rollout.env_path={tmp_path}/equal.py"],
-        "built_in": ["actor.loss=reinforce"],
-        "declared": [f"actor.loss={tmp_path}/mine.py:declared"],
-    }
-    with_entropy = ("one_update", "two_updates", "own")
-    steps = [*setup, "trainer.max_steps=2"]
-    commands = []
-    for name, keys in runs.items():
-        commands.append(["ppo", *steps, *keys, f"trainer.save_dir={tmp_path / name}"])
-    for name in with_entropy:
-        log = ["actor.log_entropy=true", f"trainer.save_dir={tmp_path / name}_logged"]
-        commands.append(["ppo", *steps, *runs[name], *log])
-    launch_runs(1, commands)
-
-    models = {name: tmp_path / name / "model" for name in runs}
-    for name in with_entropy:
-        assert same_weights(models[name], tmp_path / f"{name}_logged/model"), name
-        lines = read_metrics(tmp_path / f"{name}_logged")
-        assert all(line["actor/entropy"] > 0 for line in lines)
-    assert same_weights(models["built_in"], models["declared"])
-    assert not same_weights(models["built_in"], models["own"])
-    assert all(line["actor/grad_norm"] > 0 for line in read_metrics(tmp_path / "equal"))
-
-
 def test_all_layouts_train_the_same_policy(setup, tmp_path):
     """Three steps of PPO with a critic and a reference.
 
@@ -243,8 +190,6 @@ def test_two_processes_keep_the_best_evaluation_and_end_when_patience_is_over(se
     assert json.loads((run / "run.json").read_text())["best"]["step"] == best
     assert same_weights(run / "best_model", tmp_path / f"exports/step_{best}")
     assert (run / f"checkpoints/step_{best}").exists()
-    again = train(2, *arguments)
-    assert "all steps are done" in again.stdout and len(read_metrics(run)) == len(rewards)
 
 
 def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
@@ -392,7 +337,7 @@ def test_a_hint_that_rows_do_not_fill_is_refused(setup):
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
     """The policy moves away from the reference, which is the base model.
 
-    A run that resumes from a checkpoint ends with the same bits.
+    A second run starts with the adapters of the first. Resumed, it ends with the same bits.
     """
     arguments = [
         "ppo",
@@ -407,33 +352,28 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
         "critic.dtype=float32",
         "critic.lora_rank=2",
     ]
-    resume = [
-        f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}",
-        f"trainer.save_dir={tmp_path / 'resumed'}",
-    ]
     further = [
         f"actor.adapter={tmp_path / 'run/model/adapter'}",
         f"trainer.save_dir={tmp_path / 'further'}",
     ]
-    resume_further = [
+    resumed = [
+        *further,
         f"trainer.resume={tmp_path / 'further/checkpoints/step_2'}",
-        f"trainer.save_dir={tmp_path / 'resumed_further'}",
+        f"trainer.save_dir={tmp_path / 'resumed'}",
     ]
-    runs = [[], resume, further, [*further, *resume_further]]
+    runs = [[], further, resumed]
     launch_runs(2, [[*arguments, *words] for words in runs])
     lines = read_metrics(tmp_path / "run")
     further_lines = read_metrics(tmp_path / "further")
     for of_run in (lines, further_lines):  # the second reference has the adapters of the first run
         assert of_run[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in of_run[1:])
     last_lines = [line for line in read_untimed_metrics(tmp_path / "further") if line["step"] > 2]
-    assert read_untimed_metrics(tmp_path / "resumed_further") == last_lines
+    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
+    assert same_weights(tmp_path / "resumed/model", tmp_path / "further/model")
     assert further_lines[0]["reward/mean"] != lines[0]["reward/mean"], "it starts anew"
     lines += further_lines
     mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
     assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine lacks the adapters"
-    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 2]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    assert same_weights(tmp_path / "resumed/model", tmp_path / "run/model")
     check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
@@ -569,19 +509,6 @@ def test_a_model_with_too_few_positions_is_refused(setup):
     rows, _ = read_ppo_inputs(config)
     with pytest.raises(ValueError, match=f"lower {max_new_tokens}"):
         make_prompts(config, rows, ChatTemplate(make_tokenizer()))
-
-
-def test_an_error_of_the_environment_is_shown_before_the_model_loads(setup, tmp_path):
-    (tmp_path / "env.py").write_text(
-        "def reward_fn(messages, answer):\n    return undefined_name\n"
-    )
-    done = torchrun(1, *PPO, *setup, check=False)
-    assert done.returncode != 0 and "loading" not in done.stdout
-    error, _, report = done.stderr.partition("Root Cause")
-    # torchrun's report repeats the message at its end.
-    assert all("undefined_name" in text and "env.py" in text for text in (error, report))
-    # It is the user's error, so there is no traceback of rl2.
-    assert "rl2/trainer/ppo.py" not in done.stdout + done.stderr
 
 
 KILL_ENV = """
