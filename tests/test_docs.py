@@ -1,12 +1,12 @@
 """The documentation agrees with the code: commands, keys, files, links, defaults and metrics."""
 
 import ast
-import importlib
+import contextlib
 import inspect
 import re
 import shlex
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from math import prod
 
 import pytest
@@ -15,7 +15,11 @@ from common import ROOT, policy_inputs
 
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_policy_loss, find_preference_loss
+from rl2.config.key import schema_keys
+from rl2.config.parse import parse
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.values import OPEN_KEYS
+from rl2.worker import UpdateResult
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402
@@ -23,29 +27,10 @@ import generate  # noqa: E402
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
 README_BUDGET = 7_000  # characters
-TRAINERS = ("ppo", "sft", "dpo", "rm")
 
 
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
-
-
-def leaf_keys(section, prefix: str = "") -> dict[str, object]:
-    """Every key below a section of the config, with its default."""
-    found = {}
-    for field in fields(section):
-        value = getattr(section, field.name)
-        key = prefix + field.name
-        found |= leaf_keys(value, key + ".") if is_dataclass(value) else {key: value}
-    return found
-
-
-def all_keys() -> dict[str, object]:
-    schema = importlib.import_module("rl2.config.schema")
-    found = {}
-    for trainer in reversed(TRAINERS):  # PPO's defaults win
-        found |= leaf_keys(getattr(schema, f"{trainer.upper()}Config")())
-    return found
 
 
 def test_the_readme_is_one_page():
@@ -58,8 +43,6 @@ def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
 
     Files that only a user has may be missing, and so may keys of a line that has dots.
     """
-    schema = importlib.import_module("rl2.config.schema")
-    parse = importlib.import_module("rl2.config.parse").parse
     text = read(page).replace("\\\n", " ")
     lines = [line for line in text.splitlines() if re.search(r"-m rl2\.trainer\.\w+[ `]", line)]
     assert lines or page != "README.md" and not page.startswith("examples/") or "install" in page
@@ -75,11 +58,8 @@ def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(prod(sizes)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[-1] if sizes else 1))
         monkeypatch.chdir(ROOT)
-        root = getattr(schema, f"{trainer.upper()}Config")
-        try:
-            parse(root, overrides)
-        except SystemExit:
-            pass
+        with contextlib.suppress(SystemExit):
+            parse(TRAINER_CONFIGS[trainer], overrides)
         errors = capsys.readouterr().err.splitlines()
         # A line without keys shows how to launch, and dots stand for keys that it leaves out.
         may_miss = "|is missing:" if "..." in words or not overrides else ""
@@ -91,7 +71,7 @@ def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_is_named_exists(page):
     """A key is named in backticks, or as key=value. Keys of other projects have no backticks."""
-    keys = all_keys()
+    keys = {name for root in TRAINER_CONFIGS.values() for name in schema_keys(root)}
     sections = "|".join({key.split(".")[0] for key in keys})
     name = rf"(?<![\w./-])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)"
     text = read(page)
@@ -99,10 +79,9 @@ def test_every_key_that_is_named_exists(page):
     named = {key for span in spans for key in re.findall(name + r"(?![\w(/*])", span)}
     named |= set(re.findall(name + "=", text))
     for key in named:
-        is_key = key in keys or any(other.startswith(key + ".") for other in keys)
         is_open = key.startswith(tuple(name + "." for name in OPEN_KEYS))
         is_file = re.search(r"\.(py|md|json|jsonl)$", key)
-        assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
+        assert key in keys or is_open or is_file, f"{page} names {key}, which is no key"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -176,8 +155,7 @@ def metrics_of_code() -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase":
                 found |= {f"time/{text}" for text in string_constants(node)}
-    worker = importlib.import_module("rl2.worker")
-    found |= {field.name for field in fields(worker.UpdateResult)} - {"metrics", "reported"}
+    found |= {field.name for field in fields(UpdateResult)} - {"metrics", "reported"}
     return found - NO_METRICS
 
 

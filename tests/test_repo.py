@@ -1,14 +1,14 @@
 """The rules of the house that no tool checks: what an import loads, and that every key is read."""
 
 import ast
-import importlib
 import re
 import sys
-from dataclasses import fields, is_dataclass
 
 from common import ROOT, run
 
 from rl2.config.engines import RELEASES
+from rl2.config.key import schema_keys
+from rl2.config.schema import TRAINER_CONFIGS
 
 PACKAGE = ROOT / "rl2"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -89,25 +89,14 @@ def test_no_env_hides_a_module_of_the_standard_library():
     assert not names & sys.stdlib_module_names
 
 
-def keys(section, prefix=""):
-    for field in fields(section):
-        value = getattr(section, field.name)
-        yield from (
-            keys(value, prefix + field.name + ".")
-            if is_dataclass(value)
-            else [(prefix + field.name, field.name)]
-        )
-
-
 def test_every_config_key_is_read():
     """By an attribute of its name outside config/; a key that only its check reads would change
     nothing."""
-    config = importlib.import_module("rl2.config.schema")
     source = "\n".join(
         (PACKAGE / file).read_text() for file in FILES if not file.startswith("config/")
     )
-    roots = [config.PPOConfig, config.SFTConfig, config.DPOConfig, config.RMConfig]
-    for key, name in [item for root in roots for item in keys(root())]:
+    for key in {key for root in TRAINER_CONFIGS.values() for key in schema_keys(root)}:
+        name = key.rpartition(".")[2]
         pattern = rf"[.]{name}\b|[\"']{name}[\"']|getattr\([\w.]+, f?[\"'].*{name.split('_')[0]}_"
         assert re.search(pattern, source), f"no code reads {key}"
 
