@@ -90,9 +90,9 @@ def training_order(examples, **settings):
 
 def write(file, rows):
     suffix = file.suffix
-    if suffix == ".json":
+    if suffix == ".json" and file.stem != "lines":
         file.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8-sig")
-    elif suffix == ".jsonl":
+    elif suffix == ".jsonl" or file.stem == "lines":
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         file.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     elif suffix == ".csv":
@@ -111,15 +111,11 @@ def write(file, rows):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"]
+    "name",
+    ["a.json", "lines.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
     assert list(load_rows(write(tmp_path / name, ROWS), read=read_ppo_row)) == ROWS
-
-
-def test_json_may_hold_lines(tmp_path):
-    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, ROWS)))
-    assert list(load_rows(str(tmp_path / "a.json"))) == ROWS
 
 
 def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
@@ -210,13 +206,8 @@ def broken_table(column):
 
 def write_broken(file, column):
     """Two rows, of which the second has half of a pair or a wrong byte in `column`."""
-    if file.suffix in (".parquet", ".arrow"):
-        table = broken_table(column)
-        if file.suffix == ".parquet":
-            pyarrow.parquet.write_table(table, file)
-            return
-        with pyarrow.ipc.new_file(str(file), table.schema) as out:
-            out.write_table(table)
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(broken_table(column), file)
         return
     rows = [{"messages": "w", "answer": "1", "tools": None}] * 2
     if file.suffix == ".csv":
@@ -236,8 +227,7 @@ def write_broken(file, column):
 
 @pytest.mark.parametrize("column", ["messages", "answer", "tools"])
 @pytest.mark.parametrize(
-    "name",
-    ["a.json", "raw.json", "a.jsonl", "raw.jsonl", "a.csv", "a.parquet", "a.arrow"],
+    "name", ["a.json", "raw.json", "a.jsonl", "raw.jsonl", "a.csv", "a.parquet"]
 )
 def test_text_that_is_not_unicode_is_refused_with_file_and_row(tmp_path, name, column):
     """Tokenizers raise a TypeError for it, and an environment cannot write it anywhere."""
@@ -318,6 +308,12 @@ def test_long_prompts_are_dropped_and_counted():
     prompts = make_examples(rows, max_length=6)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts] == [(0, 3), (2, 4)]
+    [warning] = prompts.describe_dropped("training")
+    assert re.findall(r"\d+", warning) == ["2", "4", "50", "6", "12"], (
+        "numbers to choose a limit by"
+    )
+    assert warning.startswith("warning: ")
+    assert make_examples(rows).describe_dropped("training") == []
     message = "data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     with pytest.raises(ValueError, match=message):
         make_examples(rows, max_length=4)
@@ -491,17 +487,6 @@ def test_sources_of_one_length_have_different_orders():
     assert orders[0] != orders[1]
 
 
-def test_a_mixture_needs_only_the_position():
-    def make():
-        return DataCursor(make_mixture([5, 3], [1, 2], shuffle=True, batch_size=3))
-
-    cursor = make()
-    order = [example.index for _ in range(9) for example in cursor.next_batch()]
-    resumed = make()
-    resumed.load_state_dict({"rows_done": 12})
-    assert [e.index for _ in range(5) for e in resumed.next_batch()] == order[12:]
-
-
 def test_the_start_says_how_a_run_uses_each_source():
     sentences = describe_steps(make_mixture([6, 2], [1, 3], batch_size=4), 4)
     assert [re.findall(r"[\d.]+\d|\d", sentence) for sentence in sentences] == [
@@ -631,17 +616,6 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     message = "data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     with pytest.raises(ValueError, match=message):
         make_examples(path, PAIR_ROWS, with_eos(), max_length=3)
-
-
-@pytest.mark.parametrize("num_long", [0, 1, 2])
-def test_dropped_rows_are_a_warning_with_both_numbers_and_the_remedy(num_long):
-    prompts = make_examples(make_rows([1] * (20 - num_long) + [99] * num_long), max_length=60)
-    sentences = prompts.describe_dropped("training")
-    assert len(sentences) == min(num_long, 1)
-    for sentence in sentences:
-        assert sentence.startswith(f"warning: {num_long} of 20 training prompts")
-        # The longest row, to choose a limit by.
-        assert "data.max_length=60" in sentence and "101 tokens" in sentence
 
 
 @pytest.mark.parametrize(
