@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 import pyarrow
 import torch
@@ -337,6 +338,16 @@ def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.Com
     if check:
         check_status(done)
     return done
+
+
+def run_main(main, *words) -> int:
+    """Runs the `main` of a command or a trainer in this process. Returns its status."""
+    with mock.patch.object(sys, "argv", ["rl2", *map(str, words)]):
+        try:
+            main()
+        except SystemExit as ended:
+            return ended.code or 0
+    return 0
 
 
 def torchrun(world, *command, **options) -> subprocess.CompletedProcess:

@@ -2,10 +2,9 @@
 
 import json
 import re
-import sys
 
 import numpy as np
-from common import write_jsonl
+from common import run_main, write_jsonl
 
 from rl2.tools import compare as command
 from rl2.tools.compare import Evaluation, compare
@@ -33,19 +32,14 @@ def write_run(folder, scores, split="test", step=4, score=None):
     return str(folder)
 
 
-def run_command(capsys, monkeypatch, *words):
+def run_command(capsys, *words):
     """(what the command prints, its status)."""
-    monkeypatch.setattr(sys, "argv", ["rl2 compare", *words])
-    status = 0
-    try:
-        command.main()
-    except SystemExit as error:
-        status = error.code
+    status = run_main(command.main, *words)
     output = capsys.readouterr()
     return output.out + output.err, status
 
 
-def test_a_recipe_that_answers_more_questions_is_better(tmp_path, capsys, monkeypatch):
+def test_a_recipe_that_answers_more_questions_is_better(tmp_path, capsys):
     """In each seed it answers 20 of 40 questions more, and two others."""
     groups = []
     for name, num_right in (("a", 10), ("b", 30)):
@@ -54,34 +48,34 @@ def test_a_recipe_that_answers_more_questions_is_better(tmp_path, capsys, monkey
             groups.append(write_run(tmp_path / f"{name}{seed}", right))
     write_run(tmp_path / "b0", [0] * 40, step=2)  # an earlier evaluation
     words = ["--score", "right", *groups[:3], "--", *groups[3:]]
-    output, status = run_command(capsys, monkeypatch, *words)
+    output, status = run_command(capsys, *words)
     assert status == 0 and "second recipe is better" in output
     difference, low, high = map(float, re.findall(r"[+-]\d\.\d{4}", output))
     assert difference == 0.5 and 0.2 < low < 0.5 < high < 0.8
-    again, _ = run_command(capsys, monkeypatch, *groups[:3], "--", *groups[3:])
+    again, _ = run_command(capsys, *groups[:3], "--", *groups[3:])
     assert "+0.5000" in again, "both recipes have the other part of the reward"
 
 
-def test_equal_recipes_are_not_told_apart(tmp_path, capsys, monkeypatch):
+def test_equal_recipes_are_not_told_apart(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [0, 1, 0, 1, 1]) for name in ("a", "b")]
-    output, _ = run_command(capsys, monkeypatch, runs[0], "--", runs[1])
+    output, _ = run_command(capsys, runs[0], "--", runs[1])
     assert "+0.0000" in output and "better" not in output and "one run" in output
 
 
-def test_the_score_is_that_of_the_runs_unless_it_is_named(tmp_path, capsys, monkeypatch):
+def test_the_score_is_that_of_the_runs_unless_it_is_named(tmp_path, capsys):
     right = write_run(tmp_path / "right", [0, 1], score="right")
     form = write_run(tmp_path / "form", [1, 1], score="form")
     means = {("right", right): "0.5000", ("form", form): "1.0000"}
     for (_, run), mean in means.items():
-        output, status = run_command(capsys, monkeypatch, run, "--", run)
+        output, status = run_command(capsys, run, "--", run)
         assert status == 0 and f"first   {mean}" in output
-    output, status = run_command(capsys, monkeypatch, right, "--", form)
+    output, status = run_command(capsys, right, "--", form)
     assert status == 2 and "--score" in output
-    output, status = run_command(capsys, monkeypatch, "--score", "right", right, "--", form)
+    output, status = run_command(capsys, "--score", "right", right, "--", form)
     assert status == 0 and "+0.5000" in output
 
 
-def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     first = write_run(tmp_path / "a", [0, 1])
     named = write_run(tmp_path / "named", [0, 1], split="test_hard")
     for words, problem in (
@@ -90,9 +84,9 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):
         ([first, "--", named], "test_hard"),
         (["--score", "colour", first, "--", first], "right, form"),
     ):
-        output, status = run_command(capsys, monkeypatch, *words)
+        output, status = run_command(capsys, *words)
         assert status == 2 and problem in output
-    output, status = run_command(capsys, monkeypatch, "--set", "hard", named, "--", named)
+    output, status = run_command(capsys, "--set", "hard", named, "--", named)
     assert status == 0 and "+0.0000" in output
 
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from common import make_environment, write_jsonl
+from common import make_environment, run_main, write_jsonl
+from test_lock import start_holder
 
 from rl2.tools import ls
 
@@ -38,10 +39,9 @@ def write_run(folder, *, config=PPO, lines=LINES, lock=RELEASED, trainer="PPOCon
     return folder
 
 
-def list_runs(capsys, monkeypatch, *folders):
+def list_runs(capsys, *folders):
     """(the cells of the table by the names of the runs, the lines below it)."""
-    monkeypatch.setattr(sys, "argv", ["rl2 ls", *map(str, folders)])
-    ls.main()
+    assert run_main(ls.main, *folders) == 0
     titles, *lines = capsys.readouterr().out.splitlines()
     assert titles.split() == ["RUN", "TRAINER", "STEP", "SUCCESS", "STATE"]
     rows = [re.split("  +", line) for line in lines]
@@ -68,16 +68,16 @@ def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_finished_run(tmp_path, capsys, monkeypatch):
+def test_a_finished_run(tmp_path, capsys):
     folder = write_run(tmp_path / "sweep/lr_1", model_step=3, is_complete=True)
     (folder / "branches/1").mkdir(parents=True)
     (folder / "branches/1/metrics.jsonl").write_text('{"step": 9}\n')
-    runs, problems = list_runs(capsys, monkeypatch, tmp_path)
+    runs, problems = list_runs(capsys, tmp_path)
     assert runs == {"lr_1": ["ppo", "3/3", "reward -, test 0.625", "finished"]}
     assert problems == []
 
 
-def test_the_states(tmp_path, capsys, monkeypatch):
+def test_the_states(tmp_path, capsys):
     evaluation = {**PPO, "trainer": {"eval_only": True}}
     write_run(tmp_path / "stopped", model_step=3, is_complete=False)
     write_run(tmp_path / "failed")
@@ -87,7 +87,7 @@ def test_the_states(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
     write_run(tmp_path / "copied", lock=None)
     write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)
-    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    runs, _ = list_runs(capsys, tmp_path)
     assert {name: run[-1] for name, run in runs.items()} == {
         "stopped": "stopped",
         "failed": "failed",
@@ -100,43 +100,29 @@ def test_the_states(tmp_path, capsys, monkeypatch):
     }
 
 
-HOLD_LOCK = """
-import sys
-from pathlib import Path
-from rl2.run.lock import RunLock
-
-RunLock(Path(sys.argv[1])).acquire()
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_run_that_holds_its_folder_is_running_until_it_lets_go(tmp_path, capsys, monkeypatch):
+def test_a_run_that_holds_its_folder_is_running_until_it_ends(tmp_path, capsys):
     """The lock of the run itself, before it has written any metrics."""
     (tmp_path / "new").mkdir()
     (tmp_path / "new/notes.txt").touch()
-    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "new")]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "locked\n"
-    states = []
-    for end in (lambda: None, holder.communicate):
-        end()
-        runs, problems = list_runs(capsys, monkeypatch, tmp_path)
-        states.append(runs["new"][-1])
-        assert runs["new"][1:3] == ["-/-", "-"] and problems == []
-    assert states == ["running", "failed"]
+    holder = start_holder(tmp_path / "new")
+    runs, problems = list_runs(capsys, tmp_path)
+    assert runs["new"][1:] == ["-/-", "-", "running"] and problems == []
+    holder.kill()
+    holder.communicate()
+    runs, problems = list_runs(capsys, tmp_path)
+    assert runs["new"][1:] == ["-/-", "-", "killed"] and problems == []
 
 
-def test_other_trainers_and_named_test_sets(tmp_path, capsys, monkeypatch):
+def test_other_trainers_and_named_test_sets(tmp_path, capsys):
     lines = [{"step": 1, "actor/loss": 2.5, "test/news/loss": 2.0, "test/code/loss": 1.0}]
     write_run(tmp_path / "sft", trainer="SFTConfig", lines=lines)
     write_run(tmp_path / "rm", trainer="RMConfig", lines=[{"step": 1, "critic/loss": 0.5}])
-    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    runs, _ = list_runs(capsys, tmp_path)
     assert runs["sft"][:3] == ["sft", "1/3", "loss 2.5, test/news 2, test/code 1"]
     assert runs["rm"][:3] == ["rm", "1/3", "loss 0.5"]
 
 
-def test_what_the_user_calls_success_is_listed(tmp_path, capsys, monkeypatch):
+def test_what_the_user_calls_success_is_listed(tmp_path, capsys):
     lines = [{"step": 1, "reward/mean": 1.5, "reward/right": 0.5, "test/reward/mean": 1.25}]
     lines[0] |= {"test/avg@4": 0.25, "test/avg@4_stderr": 0.1, "test/pass@4": 1.0}
     sets = [{"step": 1, "reward/mean": 1.5, "test/a/reward/mean": 1.25, "test/a/avg@1": 0.125}]
@@ -144,7 +130,7 @@ def test_what_the_user_calls_success_is_listed(tmp_path, capsys, monkeypatch):
         config = {**PPO, "rollout": {"score": score}}
         write_run(tmp_path / name, config=config, lines=lines)
         write_run(tmp_path / f"sets_{name}", config=config, lines=sets)
-    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    runs, _ = list_runs(capsys, tmp_path)
     assert {name: run[2] for name, run in runs.items()} == {
         "score": "right 0.5, test 0.25",
         "old": "reward 1.5, test 1.25",
@@ -153,7 +139,7 @@ def test_what_the_user_calls_success_is_listed(tmp_path, capsys, monkeypatch):
     }
 
 
-def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, capsys, monkeypatch):
+def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, capsys):
     write_run(tmp_path / "whole", model_step=3, is_complete=True)
     torn = write_run(tmp_path / "torn")
     with open(torn / "metrics.jsonl", "a") as file:
@@ -169,7 +155,7 @@ def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, c
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.yaml").write_text("a: 1")
     (tmp_path / "loop").symlink_to(tmp_path)
-    runs, problems = list_runs(capsys, monkeypatch, tmp_path)
+    runs, problems = list_runs(capsys, tmp_path)
     assert set(runs) == {"whole", "torn", "damaged", "odd", "foreign"}
     assert runs["torn"][1] == "3/3"
     told = "\n".join(problems)
@@ -184,11 +170,8 @@ def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, c
     assert "whole" not in told
 
 
-def test_folders_without_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path)])
-    ls.main()
+def test_folders_without_runs(tmp_path, capsys):
+    assert run_main(ls.main, tmp_path) == 0
     assert "trainer.save_dir" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path / "missing")])
-    with pytest.raises(SystemExit) as exit_:
-        ls.main()
-    assert exit_.value.code == 2 and "missing" in capsys.readouterr().err
+    assert run_main(ls.main, tmp_path / "missing") == 2
+    assert "missing" in capsys.readouterr().err

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from common import read_cases, write_jsonl
-from common import run as run_python
+from common import read_cases, run_main, write_jsonl
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
@@ -566,11 +565,9 @@ def test_many_test_sets_are_not_all_large():
     )
 
 
-def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
+def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     def refuse(*arguments):
-        monkeypatch.setattr(sys, "argv", ["rl2 report", *map(str, arguments)])
-        with pytest.raises(SystemExit, match="2"):
-            report_command.main()
+        assert run_main(report_command.main, *arguments) == 2
         return capsys.readouterr().err
 
     (tmp_path / "empty").mkdir()
@@ -578,8 +575,7 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
         assert f"{tmp_path / name} is not the folder of a run" in refuse(tmp_path / name)
     run = write_run(tmp_path / "run", 1)
     assert "No such file" in refuse(run, "--out", tmp_path / "no/x.html")
-    monkeypatch.setattr(sys, "argv", ["rl2 report", str(run)])
-    report_command.main()
+    assert run_main(report_command.main, run) == 0
     size = (run / "report.html").stat().st_size
     assert 25_000 < size < 35_000
     assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
@@ -604,14 +600,11 @@ def test_a_run_writes_its_report_and_a_failure_is_a_warning(
     assert close(2)
 
 
-def test_a_run_that_an_error_ends_has_a_report(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from rl2.config.schema import SFTConfig\n"
-        "from rl2.report import loggers; loggers.dist.get_rank = lambda: 0\n"
-        "log = loggers.MetricsLog(Path(sys.argv[1]), SFTConfig(), 0, 2)\n"
-        "log.write(1, {'actor/grad_norm': 1.0})\n"
-        "raise ValueError('the run ends here')"
-    )
-    done = run_python("-c", code, tmp_path, check=False)
-    assert "the run ends here" in done.stderr
+def test_a_run_that_an_error_ends_has_a_report(tmp_path, one_process, monkeypatch):
+    """Also where its process ends with it; in test_api.py it goes on."""
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    MetricsLog(tmp_path, make_config(), 0, 2).write(1, METRICS)
+    [write_report] = at_exit
+    write_report()
     assert (tmp_path / "report.html").exists()
