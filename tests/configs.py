@@ -18,7 +18,25 @@ BASE = {
     "dpo": ["data.path=train.jsonl", "actor.model_name=model"],
     "rm": ["data.path=train.jsonl", "critic.model_name=model"],
 }
+OWN_FUNCTIONS = """
+from rl2.algorithms.advantages import Estimator
+from rl2.algorithms.losses import PolicyLoss
+def policy(x):
+    return -x.log_ratio * x.advantages, {}
+loss = PolicyLoss(policy, settings=("clip_high",))
+def critic(x):
+    return x.rewards - x.values, x.rewards
+estimator = Estimator(critic, needs=("rewards", "values"), settings=("lamda",))
+def grouped(x):
+    return x.rewards * x.mask
+group_estimator = Estimator(grouped, needs=("rewards", "group"), settings=())
+def typed(x):
+    return x.rewards, x.rewards
+needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))
+"""
 FILES = {
+    "own.py": OWN_FUNCTIONS,
+    "broken.py": "f = undefined",
     "model/config.json": "{}",
     "train.jsonl": "",
     "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": false}',

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from common import ROOT, make_model, read_cases
+from common import ROOT, make_model, run_main
 from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, write_files
 
 from rl2 import __version__
@@ -168,17 +168,14 @@ def test_a_config_file_may_choose_algorithms_and_a_folder_may_have_more(base, tm
     assert (actor.clip, actor.clip_high) == (0.07, 0.3)
 
 
-def test_hydra_shows_the_config_and_names_near_keys_first(base, capsys, monkeypatch):
-    def show(*words: str) -> tuple[int | None, str, str]:
+def test_hydra_shows_the_config_and_names_near_keys_first(base, capsys):
+    def show(*words: str) -> tuple[int, str, str]:
         """(the status, stdout, stderr) of the command."""
-        monkeypatch.setattr("sys.argv", ["rl2", "ppo", "--cfg", "job", *words])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return exit_.value.code, *capsys.readouterr()
+        return run_main(main, "ppo", "--cfg", "job", *words), *capsys.readouterr()
 
     status, out, _ = show("actor.lr=2e-5", "algo=grpo")
     tree = yaml.safe_load(out)
-    assert status is None and tree["data"]["path"] == "???"
+    assert status == 0 and tree["data"]["path"] == "???"
     assert tree["actor"]["lr"] == 2e-5 and tree["actor"]["average"] == "sequence"
     assert tree["critic"]["dtype"] == "${actor.dtype}"
     for wrong, words in (
@@ -380,35 +377,6 @@ def test_the_short_help_is_one_screen(base, capsys):
     assert refused(["--help", "actr"], capsys).startswith("1 problem in")
 
 
-OWN_FUNCTIONS = """
-from rl2.algorithms.advantages import Estimator
-from rl2.algorithms.losses import PolicyLoss
-def policy(x):
-    return -x.log_ratio * x.advantages, {}
-loss = PolicyLoss(policy, settings=("clip_high",))
-def critic(x):
-    return x.rewards - x.values, x.rewards
-estimator = Estimator(critic, needs=("rewards", "values"), settings=("lamda",))
-def grouped(x):
-    return x.rewards * x.mask
-group_estimator = Estimator(grouped, needs=("rewards", "group"), settings=())
-def typed(x):
-    return x.rewards, x.rewards
-needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))
-"""
-
-
-@pytest.mark.parametrize(("wrong", "words", "accepted"), read_cases("function_rules"))
-def test_rule_of_a_function_from_a_file(
-    base, capsys, tmp_path, monkeypatch, wrong, words, accepted
-):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    (tmp_path / "own.py").write_text(OWN_FUNCTIONS)
-    (tmp_path / "broken.py").write_text("f = undefined")
-    assert words in refused([*base, *wrong.split()], capsys)
-    parse(PPOConfig, [*base, *accepted.split()])
-
-
 def test_a_key_without_help_is_an_error():
     @dataclass
     class Plain:
@@ -418,25 +386,20 @@ def test_a_key_without_help_is_an_error():
         schema_keys(Plain)
 
 
-def test_commands(capsys, monkeypatch):
-    def run_main(*arguments):
-        monkeypatch.setattr("sys.argv", ["rl2", *arguments])
-        main()
-
-    run_main()
+def test_commands(capsys):
+    assert run_main(main) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in ("ppo", "sft", "dpo", "rm"))
     assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
-    run_main("--version")
+    assert run_main(main, "--version") == 0
     assert capsys.readouterr().out.startswith(f"rl2 {__version__}, Python 3.")
     for words, meant in (
         ("pop actor.lr=1", "ppo?"),
         ("rm critic.lrr=1 foo", "critic.lr"),
         ("ppo data.prompts=3", "data.prompts_per_rollout?"),
     ):
-        with pytest.raises(SystemExit) as exit_:
-            run_main(*words.split())
-        assert exit_.value.code == 2 and f"did you mean {meant}" in capsys.readouterr().err
+        assert run_main(main, *words.split()) == 2
+        assert f"did you mean {meant}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
