@@ -8,8 +8,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from common import (
     make_model,
     read_metrics,
     read_untimed_metrics,
+    run_main,
     write_jsonl,
 )
 from safetensors.torch import load_file
@@ -73,21 +75,16 @@ def set_up(folder, model):
     ]
 
 
-def run_main(main, arguments):
+def run_trainer(main, *arguments):
     """Runs a trainer in this process. Returns its status."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["trainer", *map(str, arguments)])
-            main()
-    except SystemExit as error:
-        return error.code
+        return run_main(main, *arguments)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return 0
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def train(setup, capsys):
 
     def train_here(*arguments, main=sft.main):
         capsys.readouterr()
-        status = run_main(main, [*setup, *arguments])
+        status = run_trainer(main, *setup, *arguments)
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
@@ -115,7 +112,7 @@ def trained_run(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert run_main(sft.main, [*set_up(folder, model), "trainer.max_steps=4"]) == 0
+        assert run_trainer(sft.main, *set_up(folder, model), "trainer.max_steps=4") == 0
     return folder / "runs/default"
 
 
@@ -161,61 +158,48 @@ def contents(folder):
 # The chat template of a run.
 
 
-def set_clock(monkeypatch, day):
-    """Lets templates and runs begin on `day` of March 2026."""
+@pytest.fixture
+def texts(monkeypatch):
+    """The texts that templates tokenise, as they come."""
+    found = []
+    tokenize = ChatTemplate.tokenize
 
-    class Time(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2026, 3, day)
+    def record(self, text):
+        found.extend(text if isinstance(text, list) else [text])
+        return tokenize(self, text)
 
-    class Date(datetime.date):
-        @classmethod
-        def today(cls):
-            return cls(2026, 3, day)
-
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Time)
-    monkeypatch.setattr("rl2.run.start.date", Date)
+    monkeypatch.setattr(ChatTemplate, "tokenize", record)
+    return found
 
 
-def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, monkeypatch):
+def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, monkeypatch, texts):
     """A resumed run trains the tokens that it would have trained without the break."""
     name = make_model(tmp_path / "dated")
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
     tokenizer.save_pretrained(name)
-    arguments = [f"actor.model_name={name}", "trainer.max_steps=2"]
-    set_clock(monkeypatch, 5)
-    train(*arguments, "trainer.experiment_name=whole")
-    train(*arguments, "trainer.max_steps=1")
-    set_clock(monkeypatch, 6)
-    train(*arguments)
-    whole = read_untimed_metrics(tmp_path / "runs/whole")
-    assert read_untimed_metrics(tmp_path / "runs/default") == whole and len(whole) == 2
+    for day in (5, 6):
+        today = SimpleNamespace(today=partial(datetime.date, 2026, 3, day))
+        monkeypatch.setattr("rl2.run.start.date", today)
+        texts.clear()
+        status, _ = train(f"actor.model_name={name}", f"trainer.max_steps={day - 4}")
+        assert status == 0 and all(text.startswith("05 Mar 2026") for text in texts) and texts
     run = json.loads((tmp_path / "runs/default/run.json").read_text())
     assert run["date"] == "2026-03-05"
 
 
-@pytest.mark.parametrize("main", [ppo.main, sft.main, dpo.main])
+@pytest.mark.parametrize("main", [ppo.main, sft.main])
 def test_trainers_take_a_template_variables_and_a_system_prompt(
-    setup, train, tmp_path, monkeypatch, main
+    setup, train, tmp_path, texts, main
 ):
-    texts = []
-    tokenize = ChatTemplate.tokenize
-
-    def record(self, text):
-        texts.extend(text if isinstance(text, list) else [text])
-        return tokenize(self, text)
-
-    monkeypatch.setattr(ChatTemplate, "tokenize", record)
     source = (
         "{{ mood }} {% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     )
     (tmp_path / "template.jinja").write_text(source)
     (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
-    row = {"messages": [{"role": "user", "content": "say"}], "answer": "a"}
-    row |= {"completion": "a"} if main is sft.main else {"chosen": "a", "rejected": "b"}
+    row = {"messages": [{"role": "user", "content": "say"}]}
+    row |= {"completion": "a"} if main is sft.main else {"answer": "a"}
     write_jsonl(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
     setup[:] = [argument for argument in setup if not argument.startswith("actor.lr")]
     if main is ppo.main:
@@ -553,9 +537,6 @@ def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     # 6 of 8 updates are done after step 2, in place of 6 of 12.
     rates = [line["actor/lr"] for line in read_metrics(run)]
     assert rates == pytest.approx([0.01 * (1 - done / 8) for done in (6, 7)])
-    status, output = train(*more, keys[-1], "trainer.save_dir=same", main=ppo.main)
-    assert status == 0
-    assert read_untimed_metrics(tmp_path / "same") == read_untimed_metrics(whole)[2:]
 
 
 def ruin_the_third_update(monkeypatch, factor):
@@ -649,10 +630,9 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Recorder, "finish_step", finish)
 
 
-def stop_and_start_again(train, tmp_path, monkeypatch, stops, main):
-    """A run that is stopped in these steps, of which the last one is the last of the run, and one
-    that is not stopped: both end with the same files.
-    """
+def test_a_stopped_run_evaluates_when_it_is_started_again(become_ppo, train, tmp_path, monkeypatch):
+    """It ends with the files of a run that is not stopped. The last stop is in its last step."""
+    main, stops = ppo.main, (2, 4)
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:3]
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
     num_steps = stops[-1]
@@ -675,14 +655,6 @@ def stop_and_start_again(train, tmp_path, monkeypatch, stops, main):
             assert (run / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
     status, output = train(*keys, main=main)
     assert status == 0 and "all steps are done" in output
-
-
-def test_a_stopped_run_evaluates_when_it_is_started_again(train, tmp_path, monkeypatch):
-    stop_and_start_again(train, tmp_path, monkeypatch, [2, 4], sft.main)
-
-
-def test_so_does_ppo_whose_last_step_was_stopped(become_ppo, train, tmp_path, monkeypatch):
-    stop_and_start_again(train, tmp_path, monkeypatch, [2], ppo.main)
 
 
 # What a kill or a disk leaves.
@@ -813,22 +785,24 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-BAD_STARTS = {
-    "rows": (1, ["data.path=empty.jsonl"]),
-    "model": (2, ["actor.model_name=./missing"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_STARTS)
-def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_path):
+@pytest.fixture
+def broken(setup, model, tmp_path):
+    """Has a model without weights, and a file without rows. Both fail after the config's checks."""
+    (tmp_path / "broken").mkdir()
+    shutil.copy(f"{model}/config.json", tmp_path / "broken")
     (tmp_path / "empty.jsonl").touch()
-    world, keys = BAD_STARTS[case]
+
+
+@pytest.mark.parametrize(
+    "world, key", [(1, "data.path=empty.jsonl"), (2, "actor.model_name=broken")]
+)
+def test_a_failed_start_leaves_no_folder_but_what_was_there(world, key, setup, broken, tmp_path):
     folder = tmp_path / "run"
 
     def start():
-        keys_of_run = [*keys, f"trainer.save_dir={folder}"]
-        done = launch(world, "-m", "rl2.trainer.sft", *setup, *keys_of_run, check=False)
-        assert done.returncode == 1, done.stderr
+        words = [*setup, key, f"trainer.save_dir={folder}"]
+        done = launch(world, "-m", "rl2.trainer.sft", *words, check=False)
+        assert done.returncode == 1 and "problem" not in done.stderr, done.stderr
 
     start()
     assert not folder.exists()
@@ -838,10 +812,12 @@ def test_a_failed_start_leaves_no_folder_but_what_was_there(case, setup, tmp_pat
     assert (folder / "note.txt").read_text() == "mine"
 
 
-def test_a_failed_start_leaves_the_earlier_run(setup, run):
+def test_a_failed_start_leaves_the_earlier_run(setup, broken, run):
     before = contents(run)
-    launch(1, "-m", "rl2.trainer.sft", *setup, "actor.model_name=./missing", check=False)
-    assert contents(run) == before
+    keys = ["actor.model_name=broken", "trainer.resume=off"]
+    done = launch(1, "-m", "rl2.trainer.sft", *setup, *keys, check=False)
+    assert done.returncode == 1 and "problem" not in done.stderr, done.stderr
+    assert contents(run) == before and not (run / "branches").exists()
 
 
 def test_ranks_that_differ_are_named(tmp_path, model):
