@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import memory_fits
 import pytest
-from common import WINDOWED, launch, make_model, run
+from common import WINDOWED, launch, make_model, run, run_main
 from measured_memory import make_config
 from transformers import Qwen3Config
 
@@ -109,36 +109,42 @@ def make_large_config(folder) -> str:
     return str(folder)
 
 
-def test_the_command_says_what_fits_and_what_needs_less(tmp_path):
+@pytest.fixture
+def plan(capsys, monkeypatch):
+    """Runs `rl2 plan`. Returns (status, stdout, stderr)."""
+    monkeypatch.setenv("WORLD_SIZE", "1")  # or what the command sets would stay
+
+    def run_here(*words):
+        return run_main(main, *words), *capsys.readouterr()
+
+    return run_here
+
+
+def test_the_command_says_what_fits_and_what_needs_less(tmp_path, plan):
     """It reads config.json alone."""
     model = make_large_config(tmp_path / "model")
     arguments = [f"actor.model_name={model}", "actor.max_length_per_device=512"]
     arguments += ["data.max_length=400", "data.path=nowhere.jsonl", "data.batch_size=8"]
     gpu = ["--gpu-memory", "5"]  # 3 of them are for what is not a tensor
-    done = run("-m", "rl2", "plan", "sft", *gpu, *arguments, check=False)
-    assert done.returncode == 1, done.stderr
-    rows = dict(re.findall(r"^(\w+) +([\d.]+) +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE))
+    status, output, errors = plan("sft", *gpu, *arguments)
+    assert status == 1, errors
+    rows = dict(re.findall(r"^(\w+) +([\d.]+) +[\d.]+ +[\d.]+$", output, re.MULTILINE))
     assert rows.keys() == {"load", "update", "step", "save"}
     # 16 bytes a weight in the step, and 12 between steps.
     assert float(rows["step"]) == pytest.approx(16 * 186.6e6 / 2**30, rel=0.1)
-    assert "does not fit" in done.stdout and "offload_optimizer=true" in done.stdout
-    again = run("-m", "rl2", "plan", "sft", *gpu, *arguments, "--gpus", "4")
-    assert "fits" in again.stdout.splitlines()[-1]
+    assert "does not fit" in output and "offload_optimizer=true" in output
+    status, output, _ = plan("sft", *gpu, *arguments, "--gpus", "4")
+    assert status == 0 and "fits" in output.splitlines()[-1]
 
 
-def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path, monkeypatch):
+def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path, plan):
     """And a model that the hub does not give is one message."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = run("-m", "rl2", "plan", "actor.model_name=nobody/none", env=offline, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: actor.model_name=nobody/none: there is no such folder")
     for arguments in (["pop"], ["--gpus", "0"], ["--gpu-memory", "-1"]):
-        with pytest.raises(SystemExit) as raised, monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["rl2 plan", *arguments])
-            main()
-        assert raised.value.code == 2
+        assert plan(*arguments)[0] == 2
     model = make_large_config(tmp_path / "model")
-    arguments = [f"actor.model_name={model}", "actor.tp_size=3", "--gpus", "8"]
-    done = run("-m", "rl2", "plan", *arguments, check=False)
-    assert done.returncode == 2
-    assert "actor.tp_size=3 does not divide the 8 processes" in done.stderr
+    status, _, errors = plan(f"actor.model_name={model}", "actor.tp_size=3", "--gpus", "8")
+    assert status == 2 and "actor.tp_size=3 does not divide the 8 processes" in errors
