@@ -1,9 +1,8 @@
-"""What the machine is: its hardware and packages, and how fast its GPU computes and copies."""
+"""What the machine is: its hardware, and how fast its GPU computes and copies."""
 
 import os
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
@@ -12,18 +11,6 @@ from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
 
 from rl2.config.engines import cuda_home, installation_problems
 from rl2.engine.sglang import cudart_folder
-
-PACKAGES = (
-    "numpy",
-    "datasets",
-    "hydra-core",
-    "omegaconf",
-    "peft",
-    "safetensors",
-    "flash-attn",
-    "flash-attn-3",
-)
-
 
 LEAST_SHM_GIB = 1.0  # NCCL and the handles of weights live there; Docker's default is 64 MiB
 
@@ -38,15 +25,13 @@ def facts():
         ram_gib=psutil.virtual_memory().total / 2**30,
         disk_free_gib=shutil.disk_usage(os.environ["RL2_GPU_MODELS"]).free / 2**30,
         shm_free_gib=shm_free,
-        driver=_driver(),
         cuda_of_torch=str(torch.version.cuda),
         compilers=" ".join(filter(shutil.which, ("nvcc", "ninja", "c++"))) or "none",
     )
-    record(**{package: _version(package) for package in PACKAGES})
     import runs
 
     runs.import_all()
-    assert DRY or torch.cuda.is_available(), f"the driver {_driver()} is too old for torch"
+    assert DRY or torch.cuda.is_available(), "the driver is too old for torch"
     assert shm_free >= LEAST_SHM_GIB, f"/dev/shm has {shm_free:.2f} GiB: --shm-size=16g, --ipc=host"
 
 
@@ -73,22 +58,6 @@ def _preload_problems(folder: str | None) -> list[str]:
         done = subprocess.run(["/bin/true"], env=env, capture_output=True, text=True)
     # The linker only warns where it cannot open the library itself.
     return [] if done.returncode == 0 and not done.stderr else [f"preload: {done.stderr.strip()}"]
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver."""
-    if shutil.which("nvidia-smi") is None:
-        return "none"
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True)
-    return (done.stdout.split() or ["unknown"])[0]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def device():

@@ -9,7 +9,7 @@ import time
 import psutil
 import torch
 import torch.distributed as dist
-from engine_contract import check_contract, check_no_process_left, check_signatures
+from engine_contract import check_contract, check_no_process_left
 from parity import worker_config
 
 from rl2.engine.base import EngineSettings
@@ -48,7 +48,6 @@ def main(name, tp_size, actor_tp_size):
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    check_signatures(SGLangEngine)
     engine = SGLangEngine(settings)
     assert (engine.index is None) == (dist.get_rank() % int(tp_size) > 0)
     check_contract(engine, settings, actor, "SGLang")

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from engine_contract import check_contract, check_signatures
+from engine_contract import check_contract
 from parity import worker_config
 
 from rl2.engine.base import EngineSettings
@@ -28,7 +28,6 @@ def main(name):
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    check_signatures(VLLMEngine)
     engine = VLLMEngine(settings)
     assert (engine.index, engine.count) == (dist.get_rank(), dist.get_world_size())
     check_contract(engine, settings, actor, "vLLM")
