@@ -20,10 +20,9 @@ from rl2.report.saved import (
     read_yaml,
     reward_of,
     spread,
-    step_of,
     to_json,
 )
-from rl2.run.records import NOT_METRICS
+from rl2.run.records import NOT_METRICS, step_of
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 MAX_HEADLINES = 6  # with more test sets, the others are among the curves

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rl2.run.records import DamagedFile, read_object
+from rl2.run.records import DamagedFile, read_object, step_of
 
 MAX_CHARACTERS = 40_000  # of all messages of an answer
 MAX_ANSWERS = 16  # of a group: different ones
@@ -35,11 +35,6 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
 def find_steps(split: Path) -> list[Path]:
     """Returns the transcripts of a split, such as rollouts/train, in the order of their steps."""
     return sorted(split.glob("step_*.jsonl"), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """The step of a file of `find_steps`."""
-    return int(path.stem.removeprefix("step_"))
 
 
 def read_yaml(path: Path) -> Record | None:

@@ -3,7 +3,6 @@
 import math
 import os
 import random
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +22,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rl2.error_report import describe_failed_write
 from rl2.parallel.mesh import all_gather_objects, is_single_process
 from rl2.progress import expecting
+from rl2.run.records import NO_STEP, step_of
 from rl2.run.weights_hash import hash_states
 
 SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
 # What reading or writing a checkpoint may raise. CheckpointException is not an Exception.
 Failure = (Exception, CheckpointException)
-NO_STEP = -1  # below all steps
 
 
 @dataclass(frozen=True)
@@ -168,12 +167,6 @@ def import_optimizer(optimizer: Stateful, folder: str) -> None:
             f"optimizer_dir={folder} has not the state of this optimizer and model: "
             f"{describe_failure(error)}; leave the key out, or choose the optimizer that wrote it"
         ) from error
-
-
-def step_of(path: Path) -> int:
-    """The N of a file or folder step_N, whatever its ending; NO_STEP for other names."""
-    match = re.fullmatch(r"step_(\d+)", path.name.partition(".")[0])
-    return int(match[1]) if match else NO_STEP
 
 
 def explain_damage(path: Path, reason: str) -> str:

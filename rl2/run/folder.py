@@ -24,10 +24,10 @@ from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, broadcast_object
 from rl2.parallel.rank import is_first_rank
 from rl2.run.best import Best, start_best
-from rl2.run.checkpoints import NO_STEP, Checkpoints, put_in_place, step_of, sweep
+from rl2.run.checkpoints import Checkpoints, put_in_place, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
-from rl2.run.records import MetricsFile, write_object, write_text
+from rl2.run.records import NO_STEP, MetricsFile, step_of, write_object, write_text
 from rl2.run.start import BEST_MODEL, LENGTH, Start, find_start, identify, read_record
 from rl2.run.weights_hash import hash_states
 

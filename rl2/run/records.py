@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl2.error_report import writing
 
 Line = dict[str, Any]  # of metrics.jsonl
 NOT_METRICS = {"weights", "warnings"}  # what a line has beside numbers
+NO_STEP = -1  # below all steps
 
 
 class DamagedFile(ValueError):
@@ -21,6 +23,12 @@ class DamagedFile(ValueError):
         self.path = path
         self.reason = " ".join(reason.split())
         super().__init__(f"{path} is damaged: {self.reason}")
+
+
+def step_of(path: Path) -> int:
+    """The N of a file or folder step_N, whatever its ending; NO_STEP for other names."""
+    match = re.fullmatch(r"step_(\d+)", path.name.partition(".")[0])
+    return int(match[1]) if match else NO_STEP
 
 
 def read_object(path: Path) -> dict[str, Any]:

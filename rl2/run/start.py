@@ -15,8 +15,8 @@ import yaml
 
 from rl2.config.schema import dump
 from rl2.config.values import flatten
-from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage
-from rl2.run.records import DamagedFile, MetricsFile, read_object
+from rl2.run.checkpoints import Checkpoints, explain_damage
+from rl2.run.records import NO_STEP, DamagedFile, MetricsFile, read_object
 from rl2.user_files import find_env_file
 
 BEST_MODEL = "best_model"  # in the run folder: the model of the best evaluation
