@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -142,24 +141,23 @@ def judge(reward_fn, reply, answer, question="How much is it?"):
 
 
 @pytest.mark.parametrize(
-    "name, cases",
+    "name, cases, most_denied",
     [
-        ("gsm8k", maths_forms.gsm8k_cases()),
-        pytest.param("boxed", maths_forms.boxed_cases(), marks=needs_math_verify),
+        ("gsm8k", maths_forms.gsm8k_cases(), 32),
+        pytest.param("boxed", maths_forms.boxed_cases(), 4, marks=needs_math_verify),
     ],
 )
-def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases):
+def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, most_denied):
     """Of gsm8k: 2,997 wrong and 1,166 right forms; of boxed: 1,522 and 926."""
     cases = sorted(set(cases))
     reward_fn = import_env_file(name).reward_fn
     with ThreadPoolExecutor(8) as threads:
         verdicts = list(threads.map(lambda case: judge(reward_fn, *case[:2]), cases))
-    counts = Counter((case[2], verdict) for case, verdict in zip(cases, verdicts, strict=True))
     accepted = [c for c, verdict in zip(cases, verdicts, strict=True) if verdict and not c[2]]
     denied = [c for c, verdict in zip(cases, verdicts, strict=True) if c[2] and not verdict]
     print(f"{name}: accepted {len(accepted)} wrong forms and denied {len(denied)} right ones")
     assert not accepted
-    assert len(denied) <= 0.03 * (counts[True, True] + counts[True, False]), denied
+    assert len(denied) <= most_denied, denied
 
 
 @needs_math_verify
