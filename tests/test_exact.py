@@ -23,7 +23,7 @@ from rl2.batch import Sample, collate
 from rl2.config.conditions import Exactness, choose_exactness
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.engine import shapes
+from rl2.engine import local
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.parallel.mesh import init_distributed
@@ -339,7 +339,7 @@ def test_prompts_are_prefilled_together_and_change_no_bit(models, family, dtype)
 def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkeypatch):
     name = models("qwen2")
     settings = EngineSettings(name, torch.float32, CPU, max_running_requests=24, exact=True)
-    plain = shapes.pack_linear_layers
+    plain = local.pack_linear_layers
 
     def one_layer_sums_few_rows_otherwise(model, *options):
         plain(model, *options)
@@ -347,7 +347,7 @@ def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkey
         forward = layer.forward
         layer.__dict__["forward"] = lambda x: forward(x) * (1 + 1e-6 * (len(x) < 24))
 
-    monkeypatch.setattr(shapes, "pack_linear_layers", one_layer_sums_few_rows_otherwise)
+    monkeypatch.setattr(local, "pack_linear_layers", one_layer_sums_few_rows_otherwise)
     engine = LocalEngine(settings)
     assert engine.shapes.constant
     engine.close()
