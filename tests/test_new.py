@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import make_environment, make_model
+from common import make_environment, make_model, run_main
 
 from rl2.tools import new
 from rl2.tools.ls import summarise
 
 
-def make(monkeypatch, capsys, name):
+def make(capsys, name):
     """What `rl2 new NAME` prints."""
-    monkeypatch.setattr(sys, "argv", ["rl2 new", name])
-    new.main()
+    assert run_main(new.main, name) == 0
     return capsys.readouterr().out
 
 
@@ -43,7 +42,7 @@ def shell(tmp_path):
 def test_what_it_prints_can_be_typed(tmp_path, monkeypatch, capsys, shell):
     """In a folder whose name needs quotes. Only the training is made shorter."""
     monkeypatch.chdir(tmp_path)
-    _, _, *lines = make(monkeypatch, capsys, "sums of two/first try").splitlines()
+    _, _, *lines = make(capsys, "sums of two/first try").splitlines()
     folder = tmp_path / "sums of two/first try"
     enter, try_env, train = (line.partition("   #")[0].strip() for line in lines)
     done = shell(f"{enter} && {try_env}")
@@ -97,7 +96,5 @@ def test_what_is_there_is_left_alone(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as exit_:
-        make(monkeypatch, capsys, name)
-    assert exit_.value.code == 2 and capsys.readouterr().err.startswith("rl2 new: ")
+    assert run_main(new.main, name) == 2 and capsys.readouterr().err.startswith("rl2 new: ")
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"

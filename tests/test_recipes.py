@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import subprocess
-import sys
 from types import ModuleType
 
 import pytest
-from common import ROOT, make_tokenizer, read_jsonl
+from common import ROOT, make_tokenizer, read_jsonl, run_main
 
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
@@ -146,8 +145,7 @@ def load_data_script(monkeypatch) -> ModuleType:
 def make_data(monkeypatch, name: str, folder) -> tuple[list[dict], list[dict]]:
     """The rows that examples/data.py writes: (training rows, test rows)."""
     data = load_data_script(monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["data.py", name, str(folder)])
-    data.main()
+    assert run_main(data.main, name, folder) == 0
     return read_jsonl(folder / "train.jsonl"), read_jsonl(folder / "test.jsonl")
 
 
