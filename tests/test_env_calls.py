@@ -59,7 +59,14 @@ BLOCKING_ENV = """
 
 
 def call_kinds(env, *kinds):
-    return call_together(env, [(None, {"kind": kind}) for kind in kinds])
+    """Calls whose limit of a second ends at the same moment for all: while the caller sleeps."""
+
+    async def main():
+        asyncio.get_running_loop().call_later(0.5, time.sleep, 1.0)
+        tasks = [env.score(MESSAGES, {"kind": kind}) for kind in kinds]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["python", "C"])

@@ -65,7 +65,9 @@ class Env:
         self._pool = pool
         self._sessions = Sessions(spec.functions())
         self.open_keys: set[Key] = set()  # of trajectories with an open object
-        cleanup.register(self.close, at_exit=self.has_object)
+        cleanup.register(self.close, at_exit=False)
+        # At the end of a process, threads are left alone: one that wakes up then may crash Python.
+        cleanup.register(self._close_objects, at_exit=self.has_object)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
         """Returns the prompt of a trajectory.
@@ -164,20 +166,22 @@ class Env:
         return Env(self.spec, self.timeout, count, pool, self.path)
 
     def close(self) -> None:
-        """Closes the objects that are left, as a run that fails leaves them.
+        """Closes objects, ends the event loop of the async functions, and the processes."""
+        cleanup.unregister(self.close)
+        self._close_objects()
+        self._threads.close()
+        if self._pool:
+            self._pool.close()
 
-        Ends the event loop of the async functions, and the processes.
-        """
+    def _close_objects(self) -> None:
+        """Closes the objects that are left, as a run that fails leaves them."""
 
         async def end_all() -> None:
             ends = map(self.end, list(self.open_keys))
             await asyncio.gather(*ends, return_exceptions=True)
 
-        cleanup.unregister(self.close)
+        cleanup.unregister(self._close_objects)
         asyncio.run(end_all())
-        self._threads.close()
-        if self._pool:
-            self._pool.close()
 
     async def _call_tool(self, call: ToolCall, key: Key) -> str:
         if call.error:
