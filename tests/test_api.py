@@ -153,7 +153,7 @@ def test_ppo_has_the_bits_of_the_command_line(model, tmp_path):
 
 
 def test_the_problems_are_those_of_the_command_line(model, tmp_path):
-    wrong = {"actor.lrr": 1e-5, "actor.clip": "x"}
+    wrong = {"actor.lrr": 1e-5, "trainer.nix": 1}
     with pytest.raises(ValueError) as raised:
         train_ppo(model, "wrong", **wrong)
     assert not (tmp_path / "runs/wrong").exists()

@@ -75,7 +75,7 @@ def test_a_preset_passes_the_checks(in_folder, name):
         (["actor.clip_high=0.3", "algo=dapo"], []),
         (["algo=ppo", "adv.estimator=rloo"], []),  # adv.lamda has no effect, but nobody wrote it
         (["algo=none"], []),
-        (["algo=grpq"], ["algo=grpq"]),
+        (["algo=grpq"], ["algo/grpq"]),
         (["algorithm=grpo"], ["algo=grpo"]),
     ],
 )

@@ -38,7 +38,6 @@ DROPPED = {
     "sft rollout.*": EVALUATE,
     "dpo rollout.*": EVALUATE,
     "rollout.lora": "rl2 as it is: the embedded engine applies adapters where it can",
-    "loggers=['trackio']": "tensorboard, or wandb, which needs no login with WANDB_MODE=offline",
     "report_freq": "rl2 report RUN, also while it runs",
     "gradient_checkpointing=auto": "true, or a number of layers that fits by rl2 plan",
     "drop_solved": "rollout.filter=[0,1], which replaces solved prompts after they are sampled",

@@ -1,8 +1,8 @@
 """From the command line to a checked config.
 
 Hydra composes it: the dataclasses of schema.py, the preset that `algo` names, the file that
---config-name names, and the words KEY=VALUE. Hydra stops at the first mistake, so arguments.py has
-taken them out and noted them: all are reported together, with those that rules.py finds.
+--config-name names, and the words KEY=VALUE. Before, arguments.py names all unknown keys; after,
+rules.py finds all values that are wrong or do not fit together.
 """
 
 import os
@@ -16,7 +16,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -148,6 +148,8 @@ def store_config(root: type, arguments: Arguments) -> None:
 
 def compose(root: type, arguments: Arguments) -> Draft:
     """Lets Hydra compose a config of the class `root`. What it does not take becomes a problem."""
+    if arguments.problems:
+        return Draft(arguments)
     store_config(root, arguments)
     GlobalHydra.instance().clear()
     # Hydra wants a folder: there is no config in this one.
@@ -155,11 +157,16 @@ def compose(root: type, arguments: Arguments) -> Draft:
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
+    except OverrideParseException as error:
+        remedy = "close what is open, and quote a text with any of , = ( ) [ ] { }"
+        text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
+        arguments.problems.append(general_problem(text))
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        reason, _, key = str(error.__cause__ or error).partition("full_key: ")
-        key, text = "".join(key.split()[:1]), " ".join(reason.split())
+        text = str(error.__cause__ or error).partition("Config search path")[0]
+        reason, _, place = text.partition("full_key:")
+        key, text = place.partition("\n")[0].strip(), " ".join(reason.split())
         arguments.problems.append(Problem(key, MISSING, f"{key}: {text}" if key else text))
-        return Draft(arguments)
+    return Draft(arguments)
 
 
 def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:

@@ -55,14 +55,6 @@ def has_presets(known: Collection[str]) -> bool:
     return "adv.estimator" in known
 
 
-def explain_preset(value: Any, folder: str) -> str:
-    """What is wrong with `algo=VALUE`; "" if nothing is. Hydra finds further ones in a folder."""
-    if value in (NONE, *load_presets()) or folder and Path(folder, KEY, f"{value}.yaml").is_file():
-        return ""
-    hint = f"{explain_algorithm(str(value))}; " if explain_algorithm(str(value)) else ""
-    return f"{KEY}={show_value(value)}: {hint}choose {', '.join(load_presets())} or {NONE}"
-
-
 def explain_algorithm(name: str) -> str:
     """How to choose the algorithm of this name, in words; "" if no algorithm has the name."""
     for preset, found in load_presets().items():

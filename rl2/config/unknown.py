@@ -45,14 +45,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, str]:
-    """(the key that an unknown one must mean, or ""; what to write instead)."""
-    keys = [other for other in known if not known[other].is_section]
-    target = ""
+def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> str:
+    """What to write instead of an unknown key."""
     if name in ALGORITHM_KEYS and has_presets(known):
         text = explain_algorithm(str(value)) or "set algo, such as algo=grpo"
     else:
-        near = near_keys(name, keys)
+        near = near_keys(name, [other for other in known if not known[other].is_section])
         declared = declared_key(name)
         others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
         if others:  # it is no misspelled key, but may be in another section here
@@ -63,8 +61,7 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
             text = f"it is a key of {', '.join(others)}; {text}"
         elif not near:
             text += ", docs/coming_from.md those of other trainers"
-        target = near[0] if len(near) == 1 else ""
-    return target, f"unknown key {name}={show_value(value)}: {text}"
+    return f"unknown key {name}={show_value(value)}: {text}"
 
 
 def near_keys(key: str, keys: list[str]) -> list[str]:
