@@ -29,9 +29,6 @@ class Sample:
     # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
     candidate_counts: "array[int]"  # [up to n] int32, of each token, 0 = the whole vocabulary
     candidate_ids: "array[int]"  # [sum of the counts] int32
-    # [any] int32: what the teacher reads in the place of the tokens before the first sampled one,
-    # with teacher.hint; else empty.
-    teacher_prompt: "array[int]"
     # With actor.routing_replay: int16 parts of [up to n - 1, routers, choices], which experts the
     # engine sent each token to, in the order of the tokens. Else empty.
     experts: list[np.ndarray]
@@ -57,23 +54,7 @@ class Sample:
         self.trajectory = trajectory
         self.candidate_counts = array("i", candidate_counts)
         self.candidate_ids = array("i", candidate_ids)
-        self.teacher_prompt = array("i")
         self.experts = list(experts)
-
-    def behind_teacher_prompt(self) -> "Sample":
-        """The same answer after the prompt of the teacher. Rewards are 0."""
-        prompt = self.mask.index(1) if 1 in self.mask else len(self.mask)
-        new = len(self.teacher_prompt)
-        return Sample(
-            self.teacher_prompt + self.tokens[prompt:],
-            [0] * new + self.mask.tolist()[prompt:],
-            [0.0] * new + self.logps.tolist()[prompt:],
-            [0.0] * (new + len(self.tokens) - prompt),
-            self.group,
-            self.trajectory,
-            [0] * new + self.candidate_counts.tolist()[prompt:],
-            self.candidate_ids,
-        )
 
 
 @dataclass
@@ -135,8 +116,6 @@ class Batch:
     reference_point: Tensor | None = None  # [B] KTO's estimate of the KL, the same in all rows
     candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
     experts: Experts | None = None  # None: the routers of the model choose
-    # The same answers after the prompts of the teacher, until it has scored them; with teacher.hint
-    hinted: "Batch | None" = None
 
     @property
     def inputs(self) -> Tensor:
@@ -205,9 +184,6 @@ def collate(samples: list[Sample]) -> Batch:
         none = parts[0][:0]  # of a sample without a generated token, which is not run
         rows = [np.concatenate([none, *sample.experts]) for sample in samples]
         experts = Experts([torch.from_numpy(row) for row in rows])
-    hinted = None
-    if any(sample.teacher_prompt for sample in samples):
-        hinted = collate([sample.behind_teacher_prompt() for sample in samples])
     return Batch(
         tokens=column("tokens", torch.int32, first=0),
         mask=column("mask", torch.int8),
@@ -217,7 +193,6 @@ def collate(samples: list[Sample]) -> Batch:
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
         candidates=candidates,
         experts=experts,
-        hinted=hinted,
     )
 
 

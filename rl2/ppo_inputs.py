@@ -28,29 +28,10 @@ def read_ppo_inputs(
     """
     rows, problems = read_rows(config, PROMPT_ROWS)
     envs, warnings = read_envs(config.rollout, rows, problems, functions)
-    problems += _find_hint_problems(config, rows, list(envs.values()))
     if problems:
         raise ValueError("\n".join(problems))
     print_once([f"warning: {warning}" for warning in warnings])
     return rows, envs
-
-
-def _find_hint_problems(config: PPOConfig, rows: dict[str, Rows], envs: list[Env]) -> Iterator[str]:
-    """Whether the first row of each source fills the teacher's hint, and prompts are the data's."""
-    hint = config.teacher.hint
-    if not hint:
-        return
-    from rl2.teacher import fill_in
-
-    if any(env.has_object or env.spec.agent for env in envs):
-        reason = "the environment's make_env, run or play makes the prompts, which get no hint"
-        yield f"teacher.hint={hint}: {reason}"
-    for key, source_rows in rows.items():
-        if key in config.data.train_paths and len(source_rows):
-            try:
-                fill_in(hint, source_rows[0])
-            except ValueError as error:
-                yield str(error)
 
 
 def make_prompts(

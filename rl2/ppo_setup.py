@@ -152,11 +152,6 @@ def start_engine(setup: Setup, num_steps: int) -> Colocated:
 
 def _make_collector(setup: Setup, num_steps: int) -> Collector:
     config, rollout = setup.config, setup.config.rollout
-    add_hints = None
-    if config.teacher.hint:
-        from rl2.teacher import Hint
-
-        add_hints = Hint(config.teacher.hint, setup.template).add_teacher_prompts
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
@@ -178,7 +173,6 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
         max_refills=rollout.max_refills,
         max_staleness=rollout.max_staleness,
         write_records=setup.folder.write_records,
-        add_hints=add_hints,
         shapes=_choose_shapes(rollout),
     )
 

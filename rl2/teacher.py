@@ -1,4 +1,4 @@
-"""A teacher that runs elsewhere or sees more: a server, and the hint in the teacher's prompt.
+"""A teacher that runs elsewhere: a server that scores the sampled tokens.
 
 Two protocols of servers: the completions of OpenAI's API with `echo`, as vLLM has them, and
 SGLang's own `/generate`. Both score a prompt of token ids at temperature 1, over the whole
@@ -12,7 +12,6 @@ import os
 import time
 import urllib.error
 import urllib.request
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 from rl2.batch import Batch
-from rl2.data.chat import ChatTemplate
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import all_reduce_sum_, broadcast_object
-from rl2.rollout.trajectory import Trajectory
 
 API_KEY = "TEACHER_API_KEY"  # the environment variable; never a key of the config, which is saved
 CONCURRENCY = 32  # requests that the processes have open together
@@ -170,50 +167,3 @@ def connect(base_url: str, protocol: str, model: str | None, device: torch.devic
     if problem:
         raise RuntimeError(problem)
     return server
-
-
-@dataclass
-class Hint:
-    """A text with columns of the row, such as "The answer is {answer}", in the teacher's prompt."""
-
-    text: str
-    template: ChatTemplate
-
-    def add_teacher_prompts(self, trajectories: list[Trajectory]) -> None:
-        """Gives the trajectories the tokens of the teacher's prompt.
-
-        ValueError if a row lacks a column that the text names.
-        """
-        prompts: dict[int, array[int]] = {}  # by group
-        for trajectory in trajectories:
-            if trajectory.group not in prompts:
-                row = trajectory.row
-                messages = add_hint(row["messages"], fill_in(self.text, row))
-                tokens = self.template.encode_prompt(messages, row.get("tools"))
-                prompts[trajectory.group] = array("i", tokens)
-            for sample in trajectory.samples:
-                sample.teacher_prompt = prompts[trajectory.group]
-
-
-def fill_in(text: str, row: dict[str, Any]) -> str:
-    """The text with the columns of the row. ValueError names what is wrong with it."""
-    try:
-        return text.format_map(row)
-    except KeyError as error:
-        columns = ", ".join(name for name in row if name != "messages")
-        raise ValueError(
-            f"teacher.hint: a row has no column {error.args[0]}; this one has {columns or 'none'}"
-        ) from error
-    except (ValueError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"teacher.hint={text}: {error}; write {{NAME}} for a column, and double a brace that "
-            "is meant as one"
-        ) from error
-
-
-def add_hint(messages: Any, text: str) -> Any:
-    """The messages with the text after the last one, which asks for the answer."""
-    if isinstance(messages, str):
-        return f"{messages}\n\n{text}"
-    last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]

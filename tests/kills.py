@@ -49,7 +49,6 @@ CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
 # The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
 REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4"
 BEST = "trainer.save_best=auto trainer.keep_checkpoints=1"
-HINT = "adv.estimator=distillation actor.loss=reinforce teacher.hint='\"it is {{answer}}\"'"
 # They replace the data.path before them.
 SOURCES = (
     "data.path={{all:{inputs}/prompts.jsonl,few:{inputs}/few_prompts.jsonl}}"
@@ -75,7 +74,7 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_best": (2, f"{PPO} {BEST}"),
     "ppo_overlap": (2, f"{PPO} rollout.num_processes=1 {REFILL} trainer.save_best=auto"),
     "ppo_ahead": (2, f"{PPO} rollout.num_processes=1 rollout.max_staleness=3 {REFILL}"),
-    "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
+    "ppo_top_p": (2, f"{PPO} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),
     "sft": (1, SFT),

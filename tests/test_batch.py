@@ -6,7 +6,6 @@ The data is random and ragged.
 import math
 import pickle
 import random
-from array import array
 from itertools import chain, count
 
 import pytest
@@ -55,13 +54,6 @@ def test_columns_are_aligned_with_the_predicted_token():
     assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
     assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
     assert scored_spans(batch) == [(2, 3), (0, 0)]
-    assert batch.hinted is None
-    first.teacher_prompt = array("i", [4, 3, 8])
-    hinted = collate([first, second]).hinted  # the answers after the prompt of the teacher
-    assert hinted.tokens.tolist() == [[4, 3, 8, 7, 2], [0] * 5]
-    assert hinted.mask.tolist() == [[0, 0, 1, 1], [0] * 4]
-    assert hinted.engine_logps.tolist() == [[0, 0, -0.5, -0.25], [0] * 4]
-    assert (hinted.group.tolist(), hinted.trajectory.tolist()) == ([3, 3], [8, 9])
 
 
 def test_a_sample_has_thirteen_bytes_a_token():

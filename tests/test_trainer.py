@@ -276,34 +276,28 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         assert step - 1 <= version <= step, newest_versions
 
 
-def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tmp_path):
-    """The policy is its own teacher. transformers scores both prompts, of the start model."""
-    hint = "it is {answer}"
+def test_a_teacher_scores_the_sampled_tokens(setup, tmp_path):
+    """As transformers does. Before the first update the policy is the start model."""
+    teacher = make_model(tmp_path / "teacher", seed=1)
     keys = ["trainer.save_tokens=true", "trainer.max_steps=2", "adv.estimator=distillation"]
-    train(2, *setup, *keys, "actor.loss=reinforce", f'teacher.hint="{hint}"')
+    train(2, *setup, *keys, "actor.loss=reinforce", f"teacher.model_name={teacher}")
     run = tmp_path / "run"
     tokens = load_file(run / "rollouts/train/step_1.safetensors")
-    records = {x["id"]: x for x in read_jsonl(run / "rollouts/train/step_1.jsonl")}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    policy, teacher = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")
+        for name in ("tiny", "teacher")
+    )
 
-    def score(prompt, answer):
-        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    def score(model, ids):
+        logps = model(ids[None, :-1]).logits[0].log_softmax(-1)
+        return logps.gather(1, ids[1:, None])[:, 0]
 
     gains = []
     ends = tokens["length"].cumsum(0).tolist()
-    for number, start, end in zip(tokens["trajectory"].tolist(), [0, *ends], ends, strict=False):
-        ids, mask = tokens["tokens"][start:end], tokens["mask"][start:end].bool()
-        question = records[number]["messages"][0]
-        hinted = {**question, "content": f"{question['content']}\n\nit is abcdefgh"}
-        prompt = tokenizer.apply_chat_template(
-            [hinted], add_generation_prompt=True, return_dict=False
-        )
+    for start, end in zip([0, *ends], ends, strict=False):
+        ids, mask = tokens["tokens"][start:end].long(), tokens["mask"][start:end].bool()
         with torch.no_grad():
-            gain = score(prompt, ids[mask].tolist()) - score(
-                ids[~mask].tolist(), ids[mask].tolist()
-            )
+            gain = (score(teacher, ids) - score(policy, ids))[mask[1:]]
         torch.testing.assert_close(tokens["advantages"][start:end][mask], gain, rtol=0, atol=1e-4)
         gains.append(gain)
     metrics = read_metrics(run)
@@ -318,20 +312,6 @@ def test_a_system_prompt_is_read_from_a_file(tmp_path):
     template = make_chat_template(data, make_tokenizer(), "2026-11-28")
     text = template.render([{"role": "user", "content": "say a"}])
     assert "Answer in one word.<" in text and "prompt.md" not in text
-
-
-def test_a_hint_where_the_filter_leaves_no_answer(setup, tmp_path):
-    keys = ["trainer.max_steps=1", "rollout.filter=[5,6]", "rollout.max_refills=1"]
-    train(1, *setup, *keys, 'teacher.hint="it is {answer}"')
-    [line] = read_metrics(tmp_path / "run")
-    assert line["rollout/length"] > 0 and not line["actor/teacher_kl"]
-
-
-def test_a_hint_that_rows_do_not_fill_is_refused(setup):
-    config = parse(PPOConfig, [*setup, 'teacher.hint="it is {solution}"'])
-    words = "teacher.hint: a row has no column solution; this one has answer"
-    with pytest.raises(ValueError, match=words):
-        read_ppo_inputs(config)
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):

@@ -43,7 +43,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "kl.type": ("kl.coef",),
     "kl.reward_estimator": ("kl.type=reward",),
     "kl.loss_estimator": ("kl.type=loss",),
-    "teacher": ("teacher.model_name", "teacher.base_url", "teacher.hint"),
+    "teacher": ("teacher.model_name", "teacher.base_url"),
     "trainer.patience": ("trainer.save_best",),
     "trainer.eval_only": ("data.test_path", "data.test_ratio"),
 }
@@ -60,8 +60,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
         "rollout.train_sampling_params.top_p",
         "rollout.train_sampling_params.top_k",
     ),
-    "teacher.hint": ("rollout.max_turns", "trainer.rollouts_from"),  # only first prompts have it
-    "teacher.kl": ("teacher.base_url", "teacher.hint"),
+    "teacher.kl": ("teacher.base_url",),
     "rollout.partial": ("rollout.num_processes",),  # with which no step waits
     "rollout.exact": ("rollout.num_processes", "trainer.rollouts_from"),  # of other weights
     "trainer.deterministic": ("rollout.partial",),  # which depends on time
@@ -150,7 +149,7 @@ def find_broken_teacher(config: PPOConfig) -> Iterator[Row]:
     if needs_teacher and not has_teacher(config):
         yield (
             "adv.estimator",
-            "needs a teacher: teacher.model_name, teacher.base_url or teacher.hint",
+            "needs a teacher: teacher.model_name or teacher.base_url",
         )
     if teacher.base_url and not teacher.base_url.startswith(("http://", "https://")):
         yield "teacher.base_url", "must begin with http:// or https://"

@@ -39,9 +39,8 @@ def policy_loss_needs(loss: str) -> tuple[str, ...]:
 
 
 def has_teacher(config: Any) -> bool:
-    """Whether PPO distils from a teacher, which may be the policy with a hint."""
-    teacher = config.teacher
-    return bool(teacher.model_name or teacher.base_url or teacher.hint)
+    """Whether PPO distils from a teacher."""
+    return bool(config.teacher.model_name or config.teacher.base_url)
 
 
 def loads_teacher(config: Any) -> bool:

@@ -49,6 +49,7 @@ DROPPED = {
     "actor.skip": "actor.skip_threshold, which skips whole updates, or actor.off_policy_mask",
     "data.few_shot": "the solved examples in the `messages` of the rows, before the question",
     "data.num_few_shot": "the solved examples in the `messages` of the rows, before the question",
+    "teacher.hint": "teacher.model_name or teacher.base_url: it reads the prompts of the policy",
     "data.truncate": "a larger data.max_length, or rows that are cut where their text allows it",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }

@@ -356,10 +356,6 @@ class TeacherConfig:
         "how the server is asked; openai: completions with echo, as of vLLM; sglang: /generate",
         choices=("openai", "sglang"),
     )
-    hint: str | None = key(
-        None,
-        'text that only the teacher reads, with columns of the row, e.g. "The answer is {answer}."',
-    )
     kl: str = key(
         "sampled",
         "how KL(policy || teacher) is learned; sampled: in the advantage; full: in the loss",

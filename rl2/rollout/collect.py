@@ -98,7 +98,6 @@ class Collector:
     filter: Sequence[float] = ()  # (low, high), or empty
     max_refills: int = 0
     max_staleness: int | None = None
-    add_hints: Shape | None = None  # to the trajectories of each process, which has their rows
     shapes: Sequence[Shape] = ()  # of the rewards
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
@@ -124,8 +123,6 @@ class Collector:
         if schedule.filter:
             _apply_filter(used, schedule)
         own = [trajectory for group in used.values() for trajectory in group.trajectories]
-        if self.add_hints:
-            self.add_hints(own)
         trajectories = self._gather(own, "train", step)
         board.clear()  # every process has gathered, so none reads it any more
         self._check_part_names(trajectories)

@@ -28,7 +28,7 @@ EXPERIMENT = """
 data.path data.weights data.test_ratio data.columns data.chat_template data.chat_template_kwargs
 data.system_prompt data.max_length data.shuffle data.seed data.turns
 rollout.env_path rollout.num_processes kl.type kl.update_freq adv.estimator dpo.loss
-teacher.model_name teacher.base_url teacher.hint teacher.kl trainer.rollouts_from trainer.eval_only
+teacher.model_name teacher.base_url teacher.kl trainer.rollouts_from trainer.eval_only
 actor.loss
 """.split()
 # The same in the section of each trained model.

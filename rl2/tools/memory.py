@@ -270,7 +270,7 @@ def full_batch(
     in_micro_batch = round_up(ceil_div(budget, longest), row_multiple)
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
-    names = Batch.__annotations__.keys() - {"candidates", "experts", "hinted"}
+    names = Batch.__annotations__.keys() - {"candidates", "experts"}
     columns: dict[str, Any] = dict.fromkeys(names, torch.zeros(count, length))
     batch = Batch(**columns)
     # Rows differ, since two equal answers to a prompt have no gradient in DPO.

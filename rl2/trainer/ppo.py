@@ -39,7 +39,7 @@ from rl2.rollout.stats import (
     training_samples,
 )
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
+from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun
 
 
 def train(run: PPORun) -> None:
@@ -135,8 +135,7 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     if run.reference is not None:
         batch.ref_logps = run.reference.infer(batch, temperature).logps
     if run.scoring_teacher is not None:
-        score = score_hinted if run.config.teacher.hint else score_sampled
-        batch.teacher_logps = score(batch, run.scoring_teacher, temperature)
+        batch.teacher_logps = run.scoring_teacher.infer(batch, temperature).logps
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
@@ -156,27 +155,6 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     if scores.entropy is None:
         return {}
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
-
-
-def score_sampled(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
-    """The teacher's log-probabilities [B, T] of the sampled tokens."""
-    logps = teacher.infer(batch, temperature).logps
-    assert logps is not None
-    return logps
-
-
-def score_hinted(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
-    """The teacher's log-probabilities [B, T] of the answers, which it scores after its own prompts.
-
-    An answer has as many trained tokens in `hinted` as in `batch`, in the same order.
-    """
-    logps = torch.zeros(batch.mask.shape)
-    hinted, batch.hinted = batch.hinted, None
-    if hinted is not None:  # None: the filter left no answer
-        hinted.old_logps = hinted.engine_logps  # of other prompts: do not compare
-        scores = score_sampled(hinted, teacher, temperature)
-        logps[batch.mask.bool()] = scores[hinted.mask.bool()]
-    return logps
 
 
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:

@@ -81,12 +81,11 @@ class PPORun:
         models = make_models(config, setup.device, num_updates)
         self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
         has_full = has_full_kl(config)
-        # The teacher that runs in the updates, and what scores the sampled tokens before them: a
-        # server, a model, or with a hint alone the actor.
+        # The teacher that runs in the updates, and what scores the sampled tokens before them.
         self.full_kl_teacher = models.teacher if has_full else None
         self.scoring_teacher: Teacher | None = None
         if has_teacher(config) and not has_full:
-            self.scoring_teacher = setup.teacher_server or models.teacher or self.actor
+            self.scoring_teacher = setup.teacher_server or models.teacher
         self.sends_adapters = sends_adapters(config)
         self.sampling: Sampling
         if saved is not None:
