@@ -6,17 +6,15 @@ state of torch's random numbers.
 """
 
 import asyncio
-import contextvars
 import gc
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +22,12 @@ import torch.distributed as dist
 from rl2 import cleanup, progress
 from rl2.algorithms.find import forget_files
 from rl2.config.arguments import Arguments, take_keys
-from rl2.config.engines import choose_engine
 from rl2.config.parse import compose, make_config
 from rl2.config.problem import ConfigError, general_problem, refuse
-from rl2.config.schema import PPOConfig
-from rl2.python_inputs import Inputs, remove
+from rl2.python_inputs import FOLDER, Inputs
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import StopSignal, user_errors
 from rl2.run.watchdog import Watchdog
-from rl2.thread_exceptions import raise_in_thread
-
-Result = TypeVar("Result")
 
 _is_training = threading.Lock()  # one run at a time: it has the process group and the phase
 
@@ -58,18 +51,12 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
                 "this process has a torch.distributed process group, and a run needs one of its "
                 "own: call torch.distributed.destroy_process_group() first"
             )
-        with StopSignal():
-            return _call_beside_event_loop(partial(_train, root, inputs, start))
+        with StopSignal(), _paused_event_loop(), _own_process():
+            config = _make_config(root, inputs)
+            _start(start, config)
+            return Path(config.trainer.save_dir).absolute()
     finally:
         _is_training.release()
-
-
-def _train(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Path:
-    with _own_process():
-        config = _make_config(root, inputs)
-        _check_engine(config)
-        _start(start, config)
-    return Path(config.trainer.save_dir).absolute()
 
 
 def train_job(start: Callable[[Any], None], config: Any) -> None:
@@ -87,31 +74,18 @@ def _start(start: Callable[[Any], None], config: Any) -> None:
 
 
 def _make_config(root: type, inputs: Inputs) -> Any:
-    """Returns the checked config. Its input files are in the run folder, unless it is refused."""
+    """Returns the checked config. Its input files are in the run folder."""
     draft = compose(root, take_keys(root, inputs.values, Arguments()))
     if draft.config is None:
         raise ConfigError(draft.arguments.problems)
     folder = Path(draft.config.trainer.save_dir)
-    written = inputs.write(folder)
+    inputs.write(folder)  # which the checks of the config look for
     try:
-        arguments = take_keys(root, inputs.list_values(folder), Arguments())
-        return make_config(root, arguments)
+        return make_config(root, take_keys(root, inputs.list_values(folder), Arguments()))
     except ConfigError:
-        remove(written)
+        if inputs.files and os.listdir(folder) == [FOLDER]:
+            shutil.rmtree(folder)
         raise
-
-
-def _check_engine(config: Any) -> None:
-    """ValueError for SGLang on a thread of its own, where it cannot handle its signals."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main or not isinstance(config, PPOConfig) or config.trainer.rollouts_from:
-        return
-    if choose_engine(config.rollout.engine)[0] == "sglang":
-        raise ValueError(
-            f"rollout.engine={config.rollout.engine}: SGLang starts from the main thread only, "
-            "which runs an event loop here, as in every notebook: set rollout.engine=local, or "
-            "train from a script"
-        )
 
 
 @contextmanager
@@ -141,45 +115,24 @@ def _preserved_process() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _has_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+@contextmanager
+def _paused_event_loop() -> Iterator[None]:
+    """Inside, this thread runs no event loop, as a run has some and a thread runs one at a time.
 
-
-def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
-    """Returns function(), called on a thread of its own if this one runs an event loop.
-
-    A run has event loops itself, and a thread can run one at a time. What a signal raises here ends
-    the call.
+    A notebook runs its cells in one, which afterwards goes on.
     """
-    if not _has_event_loop():
-        return function()
-    outcome: Future[Result] = Future()
-    is_over = threading.Event()
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        try:
-            outcome.set_result(context.run(function))
-        except BaseException as error:
-            outcome.set_exception(error)
-        finally:
-            is_over.set()
-
-    thread = threading.Thread(target=call, name="rl2.train", daemon=True)
-    thread.start()
-    interruption: BaseException | None = None
-    while not is_over.is_set() and thread.is_alive():
-        try:
-            # A signal that the system gives to another thread is handled after the wait. `join`
-            # would take an interrupted thread for ended.
-            is_over.wait(0.05)
-        except BaseException as error:
-            interruption = error
-            raise_in_thread(thread, type(error))
-    if interruption is not None and not outcome.done():  # it came between the call and its outcome
-        raise interruption
-    return outcome.result()
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        yield
+        return
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(loop)  # asyncio.run leaves the thread without one
+        asyncio._set_running_loop(loop)
+        if task is not None:
+            asyncio.tasks._enter_task(loop, task)

@@ -84,21 +84,17 @@ class Inputs:
         paths = {key: str(file.path(run_folder)) for key, file in self.files.items()}
         return {**self.values, **paths}
 
-    def write(self, run_folder: Path) -> list[Path]:
-        """Writes the files, and returns those that were not there before.
+    def write(self, run_folder: Path) -> None:
+        """Writes the files.
 
         The folder need not be locked: what has the name of a file has its content.
         """
-        written = []
         for file in self.files.values():
             path = file.path(run_folder)
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(".partial")
-                partial.write_text(file.text, encoding="utf-8")
-                partial.replace(path)
-                written.append(path)
-        return written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(file.text, encoding="utf-8")
+            partial.replace(path)
 
     def _claim(self, key: str, argument: str) -> None:
         """ValueError if another argument has set the key, or a part of it."""
@@ -117,15 +113,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def remove(files: Iterable[Path]) -> None:
-    """Deletes files that `Inputs.write` has written, and their folders if nothing else is there."""
-    for path in files:
-        path.unlink()
-        for folder in (path.parent, path.parent.parent):
-            if not any(folder.iterdir()):
-                folder.rmdir()
 
 
 def write_rows(name: str, rows: Iterable[Any]) -> str:
