@@ -17,7 +17,7 @@ from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page, saved
 from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
-from rl2.report.loggers import MetricsLog, RunInfo, start_wandb
+from rl2.report.loggers import MetricsLog, start_wandb
 from rl2.report.page import find_headlines, write_page
 from rl2.report.saved import to_json
 from rl2.run.records import MetricsFile
@@ -74,15 +74,15 @@ def test_metrics_that_json_cannot_hold_become_null(tmp_path):
 
 def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch, one_process):
     class Service:
-        def __init__(self, run):
+        def __init__(self, *run):
             self.run = run
 
-    table = {"works": Service, "cannot": lambda run: None, "wandb": Service, "other": Service}
+    table = {"works": Service, "cannot": lambda *run: None, "wandb": Service, "other": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
     config = make_config(disable_wandb=True, loggers=["wandb", "cannot", "works"])
     service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
     assert isinstance(console, Console)
-    assert service.run == RunInfo(Path("runs/x"), asdict(config), start_step=3)
+    assert service.run == (Path("runs/x"), asdict(config), 3)
 
 
 def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
@@ -335,17 +335,16 @@ def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, cap
     wandb = FakeWandb(key="secret")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = RunInfo(tmp_path, asdict(make_config(project="mine", experiment_name="first")))
+    config = asdict(make_config(project="mine", experiment_name="first"))
     for _ in range(2):  # the second one resumes the run folder
-        start_wandb(run).log(4, {"step": 4, "reward/mean": 0.5})
+        start_wandb(tmp_path, config, 0).log(4, {"step": 4, "reward/mean": 0.5})
     first, second = wandb.runs
     assert first == second and first["id"] and first["resume"] == "allow"
     assert (first["project"], first["name"]) == ("mine", "first")
     assert first["config"]["data"]["responses_per_prompt"] == 8
     assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
-    other = RunInfo(tmp_path / "other", asdict(make_config()))
-    other.folder.mkdir()
-    start_wandb(other)
+    (tmp_path / "other").mkdir()
+    start_wandb(tmp_path / "other", config, 0)
     assert wandb.runs[2]["id"] != first["id"]
 
 
@@ -354,7 +353,7 @@ def test_tensorboard_gets_metrics_and_a_resumed_run_replaces_steps(tmp_path):
 
     config = asdict(make_config())
     for start_step, value in ((0, 1.0), (2, 2.0)):  # the second run resumes from step 2
-        service = loggers.TensorBoard(RunInfo(tmp_path, config, start_step))
+        service = loggers.TensorBoard(tmp_path, config, start_step)
         for step in (start_step + 1, start_step + 2, start_step + 3):
             service.log(step, {"step": step, "reward/mean": value})
         service.close()
@@ -375,16 +374,16 @@ def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = RunInfo(tmp_path, asdict(make_config()))
-    assert start_wandb(run) is None and "wandb login" in capsys.readouterr().out
+    run = (tmp_path, asdict(make_config()), 0)
+    assert start_wandb(*run) is None and "wandb login" in capsys.readouterr().out
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert start_wandb(run) is not None
+    assert start_wandb(*run) is not None
 
     def fail(**settings):
         raise wandb.Error("the run was deleted")
 
     monkeypatch.setattr(wandb, "init", fail)
-    assert start_wandb(run) is None
+    assert start_wandb(*run) is None
     assert "the run was deleted" in capsys.readouterr().out
 
 

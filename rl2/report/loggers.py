@@ -1,11 +1,10 @@
 """What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
-A service is a function in LOGGERS, by its name in trainer.loggers. It starts the service for a run
-and returns a Logger, or None where the service cannot be used, after printing why. Services get the
-config and the metrics, so none is used unless it is named.
+A service is a function in LOGGERS, by its name in trainer.loggers. It takes the run's folder, its
+config and the steps that are done already, and returns a Logger, or None where the service cannot
+be used, after printing why. Services see the config and the metrics, so none is used unless named.
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -14,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from rl2.report.saved import read_lines
 from rl2.run.records import MetricsFile
 from rl2.run.weights_hash import hash_weights
 
+Config = dict[str, Any]  # all keys, as nested sections
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 
 
@@ -43,38 +43,25 @@ class Logger(Protocol):
         """Ends the service. Nothing is logged after it."""
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What a service may know of a run."""
-
-    folder: Path  # where the run writes
-    config: dict[str, Any]  # all keys, as nested sections
-    start_step: int = 0  # the steps that are done already
-
-    def find_id(self, service: str) -> str:
-        """The run's id in a service. A run that is resumed finds it in its folder."""
-        file = self.folder / f"{service}_id"
-        if not file.exists():
-            file.write_text(secrets.token_hex(8))
-        return file.read_text().strip()
-
-
 class Wandb:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases. A run that is resumed finds its id in its folder."""
 
-    def __init__(self, run: RunInfo):
+    def __init__(self, folder: Path, config: Config):
         import wandb
 
         if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
             raise RuntimeError("it is not logged in")
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
         with progress.expecting(WANDB_SECONDS):
             self.run = wandb.init(
-                dir=str(run.folder),
-                id=run.find_id("wandb"),
+                dir=str(folder),
+                id=id_file.read_text().strip(),
                 resume="allow",
-                project=run.config["trainer"]["project"],
-                name=run.config["trainer"]["experiment_name"],
-                config=run.config,
+                project=config["trainer"]["project"],
+                name=config["trainer"]["experiment_name"],
+                config=config,
             )
         # Its own count of steps only rises: it would drop the steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="step")
@@ -86,10 +73,10 @@ class Wandb:
         self.run.finish()
 
 
-def start_wandb(run: RunInfo) -> Logger | None:
+def start_wandb(folder: Path, config: Config, start_step: int) -> Logger | None:
     """Weights & Biases, where it is installed, logged in and can be reached."""
     try:
-        return Wandb(run)
+        return Wandb(folder, config)
     except Exception as error:  # also: the run of this id was deleted there
         print(
             f"wandb does not start, so metrics go to metrics.jsonl only: {error} "
@@ -101,13 +88,13 @@ def start_wandb(run: RunInfo) -> Logger | None:
 class TensorBoard:
     """Event files in the run folder. The steps that a resumed run repeats replace the old ones."""
 
-    def __init__(self, run: RunInfo):
+    def __init__(self, folder: Path, config: Config, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        first_step = run.start_step + 1 if run.start_step else None
-        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
-        config = json.dumps(run.config, indent=2, default=str)
-        self.writer.add_text("config", textwrap.indent(config, "    "), run.start_step)
+        first_step = start_step + 1 if start_step else None
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        text = json.dumps(config, indent=2, default=str)
+        self.writer.add_text("config", textwrap.indent(text, "    "), start_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -118,7 +105,7 @@ class TensorBoard:
         self.writer.close()
 
 
-LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {
+LOGGERS: dict[str, Callable[[Path, Config, int], Logger | None]] = {
     "wandb": start_wandb,
     "tensorboard": TensorBoard,
 }
@@ -148,14 +135,14 @@ class MetricsLog:
         self.health = Health(folder, config, start_step)
         self.console: Console | None = None
         if dist.get_rank() == 0:
-            run = RunInfo(folder, asdict(config), start_step)
-            names = set(config.trainer.loggers)
-            if config.trainer.disable_wandb:
-                names.discard("wandb")
-            started = [start(run) for name, start in LOGGERS.items() if name in names]
+            for name in dict.fromkeys(config.trainer.loggers):
+                if name == "wandb" and config.trainer.disable_wandb:
+                    continue
+                if logger := LOGGERS[name](folder, asdict(config), start_step):
+                    self.loggers.append(logger)
             self.console = Console(config, start_step, num_steps)
             self.file = MetricsFile(folder)
-            self.loggers = [logger for logger in [*started, self.console] if logger is not None]
+            self.loggers.append(self.console)
             cleanup.register(self._write_report)
             cleanup.register(self._close_loggers, at_exit=False)
         self._print(warn_of_checkpoints(config))
@@ -163,16 +150,12 @@ class MetricsLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to time/`name` of this step.
-
-        Beside a GPU the host's freed memory goes back to the system. A CPU soon needs it again.
-        """
+        """Adds the seconds spent inside to time/`name` of this step."""
         progress.enter(name)
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            release_freed_memory()
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
 
@@ -247,17 +230,6 @@ class MetricsLog:
         if self.console is not None:
             for sentence in sentences:
                 self.console.print(sentence)
-
-
-def release_freed_memory() -> None:
-    """Gives the host memory that is free in this process back to the system.
-
-    glibc keeps small blocks. The samples of a step are small blocks: together they are as large as
-    the batch that they become. Other C libraries have no such call.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
 
 
 def measure_peak_gib() -> float:
