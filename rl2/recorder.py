@@ -214,10 +214,6 @@ class Recorder:
                 is_finite = is_finite and bool(shard.isfinite().all())
         return not any_rank(not is_finite, self.device)
 
-    def explain_divergence(self, problem: str) -> str:
-        """Adds to a problem that diverged weights cause what to do about it."""
-        return f"{problem}. {self.health.advise_after_divergence('actor')}"
-
     def _is_test_due(self, step: int) -> bool:
         """Returns whether to evaluate: at the start, every trainer.test_freq steps, at the end."""
         if self.evaluate is None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import pickle
 import sys
 import time
 from collections import Counter
@@ -302,24 +301,6 @@ def test_a_step_waits_for_calls_that_run_for_the_next_step(tmp_path, name):
         "reward_fn": 1,
         "group_reward_fn": 1,
     }
-
-
-def test_groups_that_an_earlier_release_carried_over_begin_anew(tmp_path):
-    """Their position in the data had another name, and calls of the environment were carried."""
-    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, num_prompts=2)
-    collector = make_training(collector, 4, 2, partial=True, num_steps=9)
-    old, new = begin_group(0, prompts[0], 2), begin_group(1, prompts[1], 2, 2)
-    for group in (old, new):
-        append_tokens(group.trajectories[1].samples[0], [5], [-0.5])
-    del vars(old)["data_position"]
-    vars(old)["rows_done"] = 1
-    new.data_position = 2
-    state = collector.state_dict()
-    collector.load_state_dict({**state, "carried_over": pickle.dumps([old, new])})
-    again, kept = collector.carried_over
-    assert again.data_position == 1 and kept == new
-    assert [t.length for t in again.trajectories] == [0, 0]
-    assert [t.reward for t in collector.collect(1)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):

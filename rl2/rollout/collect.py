@@ -269,8 +269,7 @@ class Collector:
         assert self.cursor is not None
         self.cursor.position = state["position"]["rows_done"]
         self.cursor.rows_done = state["rows_done"]
-        carried_over = pickle.loads(state["carried_over"])
-        self.carried_over = [_read_group(group) for group in carried_over]
+        self.carried_over = pickle.loads(state["carried_over"])
 
 
 def _restart(group: Group) -> Group:
@@ -279,14 +278,6 @@ def _restart(group: Group) -> Group:
     again = begin_group(group.id, group.prompt, len(group.trajectories), first)
     again.data_position = group.data_position
     return again
-
-
-def _read_group(group: Group) -> Group:
-    """Returns the group of a checkpoint; a new start of it, if an earlier release wrote it."""
-    if "rows_done" not in vars(group):
-        return group
-    group.data_position = vars(group)["rows_done"]
-    return _restart(group)
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:

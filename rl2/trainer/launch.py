@@ -39,5 +39,6 @@ def train_and_finish(run: Run, train: Callable[[Any], None]) -> None:
     try:
         train(run)
     except Diverged as error:
-        raise Diverged(run.recorder.explain_divergence(str(error))) from error
+        advice = run.recorder.health.advise_after_divergence("actor")
+        raise Diverged(f"{error}. {advice}") from error
     run.finish()
