@@ -93,17 +93,10 @@ def _own_process() -> Iterator[None]:
     """A run's place: nothing of an earlier run is in it, and nothing of this one remains."""
     forget_files()
     progress.enter("loading")
-    with _preserved_process(), cleanup.scope():
-        yield
-
-
-@contextmanager
-def _preserved_process() -> Iterator[None]:
-    """Afterwards environment variables, random numbers and the switch of threads are as before."""
     environment = dict(os.environ)
     switch_interval = sys.getswitchinterval()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(range(torch.cuda.device_count())), cleanup.scope():
             yield
     finally:
         sys.setswitchinterval(switch_interval)

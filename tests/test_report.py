@@ -119,7 +119,7 @@ def test_the_warnings_of_a_step_are_in_its_line(tmp_path, one_process, capsys):
 
 def console_lines(capsys, steps, config=None, num_steps=100):
     """What the console prints of `steps`, the metrics of each step."""
-    console = Console(config or make_config(), 0, num_steps)
+    console = Console(config or make_config(), num_steps)
     for metrics in steps:
         console.log(metrics["step"], metrics)
     console.close()

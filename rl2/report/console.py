@@ -3,8 +3,6 @@
 from datetime import timedelta
 from typing import Any
 
-from tqdm import tqdm
-
 from rl2.config.conditions import has_section
 from rl2.report.health import Metrics, learns_from_groups_alone
 from rl2.run.success import REWARD, held_out_results, training_metric
@@ -37,30 +35,26 @@ HIDDEN_AT_ZERO = ("rollout/failed", "actor/approx_kl", "actor/skipped", "critic/
 
 
 class Console:
-    """A progress bar with one line per step above it. `start` steps are already done.
+    """Prints a line a step. `config` is that of the trainer."""
 
-    `config` is that of the trainer.
-    """
-
-    def __init__(self, config: Any, start: int, num_steps: int):
+    def __init__(self, config: Any, num_steps: int):
         self.compares_groups = has_section(config, "adv") and learns_from_groups_alone(config)
         self.score: str | None = config.rollout.score if has_section(config, "rollout") else None
         self.num_steps = num_steps
         self.num_logged = 0  # steps
         self.seconds = 0.0  # that these took, with evaluations and saves
-        self.bar = tqdm(
-            total=num_steps, initial=start, unit="step", dynamic_ncols=True, disable=None
-        )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.bar.update(step - self.bar.n)
         line = self._format(metrics)
         if step > 0:
             self.num_logged += 1
             self.seconds += metrics["time/step"]
             pace = self.seconds / self.num_logged
             line += f"  {timedelta(seconds=round(pace * (self.num_steps - step)))} left"
-        self.print(line)
+        print(line)
+
+    def close(self) -> None:
+        """Every step is printed already."""
 
     def _format(self, metrics: Metrics) -> str:
         """Formats the line of a step, with the metrics that it has and its longest phase."""
@@ -85,12 +79,6 @@ class Console:
         longest = max(phases, key=lambda phase: metrics[phase])
         share = f"{longest.removeprefix('time/')} {metrics[longest]:.1f}"
         return "  ".join([*values, f"{metrics['time/step']:.1f}s ({share})"])
-
-    def print(self, text: str) -> None:
-        self.bar.write(text)
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 def warn_of_checkpoints(config: Any) -> list[str]:

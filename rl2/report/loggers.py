@@ -133,16 +133,14 @@ class MetricsLog:
         self.file: MetricsFile | None = None
         self.loggers: list[Logger] = []
         self.health = Health(folder, config, start_step)
-        self.console: Console | None = None
         if dist.get_rank() == 0:
             for name in dict.fromkeys(config.trainer.loggers):
                 if name == "wandb" and config.trainer.disable_wandb:
                     continue
                 if logger := LOGGERS[name](folder, asdict(config), start_step):
                     self.loggers.append(logger)
-            self.console = Console(config, start_step, num_steps)
+            self.loggers.append(Console(config, num_steps))
             self.file = MetricsFile(folder)
-            self.loggers.append(self.console)
             cleanup.register(self._write_report)
             cleanup.register(self._close_loggers, at_exit=False)
         self._print(warn_of_checkpoints(config))
@@ -226,10 +224,9 @@ class MetricsLog:
             print(f"warning: report.html could not be written: {error!r}")
 
     def _print(self, sentences: list[str]) -> None:
-        """Prints the sentences on the first process, above the progress bar."""
-        if self.console is not None:
-            for sentence in sentences:
-                self.console.print(sentence)
+        """Prints the sentences on the first process."""
+        for sentence in sentences if self.file is not None else []:
+            print(sentence)
 
 
 def measure_peak_gib() -> float:

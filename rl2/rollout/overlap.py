@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl2.engine.base import Engine, NamedTensors
 from rl2.parallel.worlds import Link
@@ -42,20 +42,7 @@ class Handover:
     rows_done: int
 
 
-@dataclass(frozen=True)
-class RolloutAnswer:
-    """What the samplers answer to a request for a rollout."""
-
-    handover: bytes  # pickled: the trainers read it when its step begins, or put it in a checkpoint
-    state: bytes  # pickled, of `Collector.state_dict`
-
-
-class Transcript(NamedTuple):
-    """What `WriteRecords` takes: the trajectories of one split and step."""
-
-    split: str
-    step: int
-    records: list[dict[str, Any]]
+Transcript = tuple[str, int, list[dict[str, Any]]]  # what `WriteRecords` takes
 
 
 @dataclass(frozen=True)
@@ -150,10 +137,9 @@ class Samplers(Sampling):
             self._receive_rollout()
 
     def _receive_rollout(self) -> None:
-        rollout: RolloutAnswer = self._receive()
+        handover, self.state = self._receive()
         self.num_awaited -= 1
-        self.ahead.append(rollout.handover)
-        self.state = rollout.state
+        self.ahead.append(handover)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, with all rollouts that are requested: waits for them.
@@ -214,7 +200,7 @@ class Samplers(Sampling):
         if answer.is_stopping:
             self.request_stop()
         for transcript in answer.transcripts:
-            self.write_records(transcript.split, transcript.step, transcript.records)
+            self.write_records(*transcript)
         if answer.error is not None:
             raise RuntimeError(answer.error)
         return answer.value
@@ -243,7 +229,7 @@ class Serving:
 
     def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
         """Takes the place of the run folder's `write_records`: the first trainer writes."""
-        self.transcripts.append(Transcript(split, step, list(records)))
+        self.transcripts.append((split, step, list(records)))
 
     def begin(self, state: bytes) -> None:
         if state:
@@ -262,8 +248,8 @@ class Serving:
         trajectories = collector.collect(step)
         busy = self.clock.lap()
         handover = Handover(trajectories, {"overlap/sampler_busy": busy}, collector.rows_done)
-        state = pickle.dumps(collector.state_dict())
-        self._answer(RolloutAnswer(pickle.dumps(handover), state))
+        # The trainers read the handover when its step begins, or put it in a checkpoint.
+        self._answer((pickle.dumps(handover), pickle.dumps(collector.state_dict())))
 
     def evaluate(self, step: int, version: int) -> None:
         self._answer(self.evaluator.evaluate(step, version))
