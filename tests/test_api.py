@@ -24,7 +24,6 @@ import rl2
 from rl2.config.values import flatten, show_value
 from rl2.engine.local import LocalEngine
 from rl2.env.files import import_env_file
-from rl2.env.load import make_env
 from rl2.report import loggers
 from rl2.run.signals import STOP_SIGNALS
 
@@ -394,30 +393,6 @@ def test_other_rows_or_functions_are_another_experiment(model):
         import_env_file(str(record))
 
 
-def test_functions_have_the_names_of_an_env_file():
-    class Game:
-        def step(self, message):
-            return "go on"
-
-    async def agent(row, base_url):
-        return 1.0
-
-    def answer(messages):
-        return []
-
-    environment = make_env({"make_env": Game, "reward_fn": reward_fn, "extract": answer})
-    assert environment.has_object and environment.spec.extract is answer
-    assert make_env({"run": agent}).spec.run is agent
-    env = make_env({"reward_fn": reward_fn, "interact": answer, "group_reward_fn": sorted_rewards})
-    assert env.spec.interact is answer and env.spec.group_reward_fn is sorted_rewards
-    with pytest.raises(ValueError, match="extract: expected a function with .* messages"):
-        make_env({"reward_fn": reward_fn, "extract": lambda text: text})
-
-
-def sorted_rewards(trajectories):
-    return [0.0 for _ in trajectories]
-
-
 WRONG = {
     "trainer='pppo': did you mean ppo?": dict(trainer="pppo"),
     "data.path is missing": dict(trainer="sft", rows=None, reward_fn=None),
@@ -434,7 +409,11 @@ WRONG = {
     "env_isolation=process: other processes cannot call reward_fn": {
         "rollout.env_isolation": "process"
     },
-    r"reward_fn: expected a function, got 3": dict(reward_fn=3),
+    "make_env raised": dict(make_env=3),
+    **{
+        f"{name}: expected a function": {name: 3}
+        for name in ("reward_fn", "interact", "extract", "group_reward_fn", "run", "play")
+    },
     "malformed rows in .*inputs/rows": dict(rows=[{"text": "a"}]),
 }
 

@@ -279,9 +279,14 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         return Dataset.from_list([{"name": name, "config": config, "split": split}])
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert list(load_rows("owner/set:main", "test")) == [
-        {"name": "owner/set", "config": "main", "split": "test"}
-    ]
+    for name, config, split in (
+        ("owner/set", None, "test"),
+        ("owner/set:main", "main", "test"),
+        ("owner/set@validation", None, "validation"),
+        ("owner/set:main@train[:10]", "main", "train[:10]"),
+    ):
+        expected = {"name": "owner/set", "config": config, "split": split}
+        assert list(load_rows(name, "test")) == [expected]
     reasons = {"other/set": "other/set is not on the hub", "owner/none": "the network is "}
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"data path {name}: .*the hub says: {reason}"):

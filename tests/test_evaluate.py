@@ -6,7 +6,6 @@ from itertools import combinations
 from math import isnan, sqrt
 from statistics import fmean, stdev
 
-import datasets
 import pytest
 import torch
 from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
@@ -18,7 +17,6 @@ from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
-from rl2.data.rows import load_rows
 from rl2.ppo_inputs import make_prompts
 from rl2.rollout.evaluate import (
     Evaluator,
@@ -204,29 +202,6 @@ def test_the_split_follows_the_keys(monkeypatch):
     config.trainer.eval_only = True
     train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
     assert train is None and len(tests[""]) == 3
-
-
-@pytest.mark.parametrize(
-    "path, name, configuration, split",
-    [
-        ("a/b", "a/b", None, "test"),
-        ("a/b@validation", "a/b", None, "validation"),
-        ("a/b:main@train[:10]", "a/b", "main", "train[:10]"),
-    ],
-)
-def test_a_split_of_the_hub_is_named_behind_the_data_set(
-    path, name, configuration, split, monkeypatch
-):
-    calls = []
-
-    def load_dataset(*names, split):
-        calls.append((*names, split))
-        return datasets.Dataset.from_list(make_rows("1"))
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("rl2.data.rows.HfApi.dataset_info", lambda api, name, timeout: None)
-    assert len(load_rows(path, "test")) == 1
-    assert calls == [(name, configuration, split)]
 
 
 @pytest.fixture

@@ -33,23 +33,6 @@ def make_sample(tokens, trajectory):
     return Sample(tokens, mask, logps, rewards, group=0, trajectory=trajectory)
 
 
-def test_tokens_of_a_step_are_packed_with_the_lengths_of_its_samples():
-    trajectories = [Trajectory(4, 0, []), Trajectory(7, 0, []), Trajectory(9, 0, [])]
-    trajectories[0].samples = [make_sample([5, 6, 7], 4), make_sample([8, 9], 4)]
-    trajectories[2].samples = [make_sample([1, 2], 9)]
-    tensors = pack_tokens(trajectories, 123)
-    assert {name: (str(x.dtype), x.tolist()) for name, x in tensors.items()} == {
-        "tokens": ("int32", [5, 6, 7, 8, 9, 1, 2]),
-        "mask": ("int8", [0, 1, 1, 0, 1, 0, 1]),
-        "logps": ("float32", [0, -0.5, -0.5, 0, -0.5, 0, -0.5]),
-        "rewards": ("float32", [0, 0, 1, 0, 1, 0, 1]),
-        "length": ("int64", [3, 2, 2]),
-        "trajectory": ("int64", [4, 4, 9]),
-        "meaning": ("int64", 123),
-    }
-    assert pack_tokens([], 123)["tokens"].dtype == np.int32  # every group was filtered out
-
-
 def test_what_training_knows_of_a_token_is_kept_beside_it():
     trajectories = [Trajectory(7, 1, []), Trajectory(4, 0, []), Trajectory(9, 1, [])]
     trajectories[0].samples = [make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]
@@ -88,7 +71,7 @@ def write_run(folder, trajectories, meaning):
 
 def test_trajectories_come_back_as_they_were(tmp_path):
     trajectories = []
-    for number, tokens in enumerate([[5, 6, 7], [8, 9], None]):
+    for number, samples in enumerate([[[5, 6, 7], [4, 3]], [[8, 9]], []]):
         trajectory = Trajectory(
             id=number,
             group=number // 2,
@@ -100,7 +83,7 @@ def test_trajectories_come_back_as_they_were(tmp_path):
             versions=[(0, 2)],
         )
         # Trajectories that were filtered out have no samples.
-        trajectory.samples = [make_sample(tokens, number)] if tokens else []
+        trajectory.samples = [make_sample(tokens, number) for tokens in samples]
         trajectories.append(trajectory)
     again = SavedRollouts(
         write_run(tmp_path / "a", trajectories, 7), StartModel("tiny"), 7
