@@ -56,7 +56,7 @@ def test_what_training_knows_of_a_token_is_kept_beside_it():
 LINE_SEPARATORS = "a\u2028b\u2029c\u0085d"
 
 
-def write_run(folder, trajectories, meaning):
+def write_run(folder, trajectories, tokens_hash):
     """A run folder with one step, which has these trajectories."""
     rollouts = folder / "rollouts/train"
     rollouts.mkdir(parents=True)
@@ -65,7 +65,7 @@ def write_run(folder, trajectories, meaning):
     (folder / "config.yaml").write_text(dump(config))
     lines = [json.dumps(trajectory.record(), ensure_ascii=False) for trajectory in trajectories]
     (rollouts / "step_1.jsonl").write_text("".join(line + "\n" for line in lines))
-    save_file(pack_tokens(trajectories, meaning), rollouts / "step_1.safetensors")
+    save_file(pack_tokens(trajectories, tokens_hash), rollouts / "step_1.safetensors")
     return str(folder)
 
 
@@ -216,7 +216,7 @@ def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
     for step in (1, 4):
         file = runs / f"cispo/rollouts/train/step_{step}.safetensors"
         repeated = load_file(file)
-        for name in (*COLUMNS, "length", "trajectory", "meaning"):
+        for name in (*COLUMNS, "length", "trajectory", "tokens_hash"):
             assert torch.equal(repeated[name], tokens[name])
 
 
@@ -238,15 +238,15 @@ def test_a_run_without_the_tokens_of_a_step_is_refused(runs, tmp_path, removed):
 
 def test_another_vocabulary_or_temperature_is_refused(runs):
     model = StartModel(str(runs / "tiny"))
-    for meaning in (hash_tokens(make_tokenizer(), 0.7), 0):
-        rollouts = SavedRollouts(str(runs / "sampled"), model, meaning)
+    for tokens_hash in (hash_tokens(make_tokenizer(), 0.7), 0):
+        rollouts = SavedRollouts(str(runs / "sampled"), model, tokens_hash)
         with pytest.raises(ValueError, match="another tokenizer .* or .*temperature"):
             rollouts.collect(1)
 
 
 def test_only_the_start_model_has_sampled_the_first_step(runs):
-    model, meaning = str(runs / "tiny"), hash_tokens(make_tokenizer(), 1.0)
-    rollouts = SavedRollouts(str(runs / "sampled"), StartModel(model), meaning)
+    model, tokens_hash = str(runs / "tiny"), hash_tokens(make_tokenizer(), 1.0)
+    rollouts = SavedRollouts(str(runs / "sampled"), StartModel(model), tokens_hash)
     assert len(rollouts.collect(1)) == 16 and not rollouts.old_policy_is_sampler
     assert rollouts.collect(2) and rollouts.old_policy_is_sampler  # an update came before it
     assert rollouts.collect(4) and rollouts.old_policy_is_sampler  # step 1 again
@@ -255,5 +255,5 @@ def test_only_the_start_model_has_sampled_the_first_step(runs):
         StartModel(model, adapter="adapter"),
         StartModel(model, quantize_base="nf4"),
     ):
-        rollouts = SavedRollouts(str(runs / "sampled"), other, meaning)
+        rollouts = SavedRollouts(str(runs / "sampled"), other, tokens_hash)
         assert rollouts.collect(1) and rollouts.old_policy_is_sampler

@@ -31,8 +31,8 @@ class StartModel(NamedTuple):
 def pack_tokens(trajectories: list[Trajectory], tokens_hash: int) -> dict[str, np.ndarray]:
     """Packs the samples of a step.
 
-    Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `meaning`, which
-    `hash_tokens` returns. With candidates also their counts [n] and the ids of all one after
+    Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `tokens_hash` as
+    `hash_tokens` gives it. With candidates also their counts [n] and the ids of all one after
     another, with routing replay the experts [tokens, routers, choices] of all samples and the
     tokens of each sample that have them.
     """
@@ -40,7 +40,7 @@ def pack_tokens(trajectories: list[Trajectory], tokens_hash: int) -> dict[str, n
     columns = {
         "length": np.array([len(sample.tokens) for sample in samples], np.int64),
         "trajectory": np.array([sample.trajectory for sample in samples], np.int64),
-        "meaning": np.array(tokens_hash),
+        "tokens_hash": np.array(tokens_hash),
     }
     for name, dtype in COLUMNS.items():
         arrays = [getattr(sample, name) for sample in samples]
@@ -109,7 +109,7 @@ class SavedRollouts(Sampling):
         path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
         self.rows_done = step
         trajectories, saved = _read_step(path)
-        if saved["meaning"] != self.tokens_hash:
+        if saved["tokens_hash"] != self.tokens_hash:
             raise ValueError(
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
                 "another rollout.train_sampling_params.temperature: use those of its config.yaml"
