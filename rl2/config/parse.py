@@ -158,7 +158,7 @@ def compose(root: type, arguments: Arguments) -> Draft:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
     except OverrideParseException as error:
-        remedy = "close what is open, and quote a text with any of , = ( ) [ ] { }"
+        remedy = "close brackets, and quote a text with marks such as , = ( < !"
         text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
         arguments.problems.append(general_problem(text))
     except (HydraException, OmegaConfBaseException, OSError) as error:
