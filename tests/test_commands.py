@@ -48,7 +48,7 @@ def test_the_schema_needs_no_heavy_import():
         (["rl2", "chat", "runs/x", "--best"], "RUN/best_model"),
         (["rl2", "chat", "runs/x", "--temperature=1"], "transformers chat"),
         (["rl2.trainer.sft", "--plan"], "rl2 plan"),
-        (["rl2", "plan", "--prompt-tokens", "9"], "overlap/sampler_busy"),
+        (["rl2", "plan", "--prompt-tokens", "9"], "time/wait"),
         (["rl2.trainer.dpo", "actor.gradient_checkpointing=auto"], "rl2 plan"),
         (["rl2.trainer.sft", "rollout.env_path=env.py", "rollout.a=1"], "trainer.eval_only=true"),
     ],

@@ -15,10 +15,8 @@ which have the engines.
 """
 
 import pickle
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +36,6 @@ class Handover:
     """The rollout of a step, and what the trainers need to know of the collector after it."""
 
     trajectories: list[Trajectory]
-    metrics: Metrics  # how busy the samplers were
     rows_done: int
 
 
@@ -54,30 +51,6 @@ class Answer:
     transcripts: list[Transcript] = field(default_factory=list)
     """to be written by the first trainer"""
     is_stopping: bool = False  # a sampler was asked to stop
-
-
-class BusyClock:
-    """Measures in which share of the time one world did not wait for the other."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.started_at = time.perf_counter()
-        self.waited = 0.0  # seconds since then
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context that counts as waiting for the other world."""
-        began = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - began
-
-    def lap(self) -> float:
-        """The share of the time since the start or the last lap in which it did not wait."""
-        share = 1 - self.waited / max(time.perf_counter() - self.started_at, 1e-9)
-        self.start()
-        return share
 
 
 class Samplers(Sampling):
@@ -105,13 +78,9 @@ class Samplers(Sampling):
         self.write_records = write_records
         self.request_stop = request_stop
         self.rows_done = 0
-        # How busy the two worlds were: the samplers between the end of the rollout before and that
-        # of this one, the trainers between taking the two.
-        self.metrics: Metrics = {}
         self.state = b""  # of the samplers after the newest rollout that has come
         self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
         self.num_awaited = 0  # rollouts that are requested and have not come
-        self.clock = BusyClock()  # a lap is from one rollout that is taken to the next
 
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of a step, and lets further ones be sampled."""
@@ -123,7 +92,6 @@ class Samplers(Sampling):
         self.wait()
         handover: Handover = pickle.loads(self.ahead.popleft())
         self.rows_done = handover.rows_done
-        self.metrics = handover.metrics | {"overlap/trainer_busy": self.clock.lap()}
         return handover.trajectories
 
     def wait(self) -> None:
@@ -157,7 +125,6 @@ class Samplers(Sampling):
     def begin(self) -> None:
         """Restores the samplers' position in the data, before any other request."""
         self._send("begin", self.state)
-        self.clock.start()
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """As `Engine.load_weights`, in all engines, once the rollouts before have been played.
@@ -195,8 +162,7 @@ class Samplers(Sampling):
 
         RuntimeError in the samplers' words if they failed.
         """
-        with self.clock.waiting():
-            answer: Answer = pickle.loads(self.link.receive_answer())
+        answer: Answer = pickle.loads(self.link.receive_answer())
         if answer.is_stopping:
             self.request_stop()
         for transcript in answer.transcripts:
@@ -224,7 +190,6 @@ class Serving:
         self.listen = listen
         self.is_stopping: Callable[[], bool] = lambda: False
         self.transcripts: list[Transcript] = []  # of the answer that comes next
-        self.clock = BusyClock()  # a lap is from the end of one rollout to that of the next
         collector.write_records = self.keep_records
 
     def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
@@ -235,19 +200,11 @@ class Serving:
         if state:
             self.collector.load_state_dict(pickle.loads(state))
         self.is_stopping = self.listen()
-        self.clock.start()
-
-    def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """Waits for the next request: (the name of a method, its arguments)."""
-        with self.clock.waiting():
-            verb, arguments = self.link.receive()
-        return verb, arguments
 
     def collect(self, step: int) -> None:
         collector = self.collector
         trajectories = collector.collect(step)
-        busy = self.clock.lap()
-        handover = Handover(trajectories, {"overlap/sampler_busy": busy}, collector.rows_done)
+        handover = Handover(trajectories, collector.rows_done)
         # The trainers read the handover when its step begins, or put it in a checkpoint.
         self._answer((pickle.dumps(handover), pickle.dumps(collector.state_dict())))
 
@@ -273,7 +230,7 @@ class Serving:
 def serve(serving: Serving) -> None:
     """Does what the trainers request, until they close."""
     while True:
-        verb, arguments = serving.receive()
+        verb, arguments = serving.link.receive()
         if verb == "close":
             serving.link.flush()
             return

@@ -21,7 +21,6 @@ class Sampling:
     # Whether the old policy of the loss is the one that sampled, and not the actor before the
     # update.
     old_policy_is_sampler = False
-    metrics: Metrics = {}  # beside what the trajectories tell
     rows_done: int  # training prompts of the finished steps, over all epochs
 
     def begin(self) -> None:

@@ -64,7 +64,7 @@ def train_step(run: PPORun, step: int) -> bool:
     with recorder.phase("rollout"):
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
-    metrics = summarise_step(trajectories, run.actor.version) | run.sampling.metrics
+    metrics = summarise_step(trajectories, run.actor.version)
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
 
