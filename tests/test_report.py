@@ -14,12 +14,11 @@ from common import read_cases, run_main, write_jsonl
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
-from rl2.report import loggers, page, saved
+from rl2.report import loggers, page
 from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, start_wandb
-from rl2.report.page import find_headlines, write_page
-from rl2.report.saved import to_json
+from rl2.report.page import find_headlines, to_json, write_page
 from rl2.run.records import MetricsFile
 from rl2.tools import report as report_command
 
@@ -470,10 +469,9 @@ def test_broken_lines_and_missing_columns_are_no_obstacle(tmp_path):
 
 
 def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monkeypatch):
-    for name, value in {"ROLLOUT_BYTES": 60_000, "MAX_STEPS": 3, "MAX_LINES": 5}.items():
+    limits = {"ROLLOUT_BYTES": 60_000, "MAX_STEPS": 3, "MAX_LINES": 5}
+    for name, value in {**limits, "MAX_ANSWERS": 4, "MAX_CHARACTERS": 1000}.items():
         monkeypatch.setattr(page, name, value)
-    monkeypatch.setattr(saved, "MAX_ANSWERS", 4)
-    monkeypatch.setattr(saved, "MAX_CHARACTERS", 1000)
     records = [answer(i, i // 8, 0.5, f"{i:04}" * 1250) for i in range(80)]
     records[20]["reward"], records[60]["reward"] = 0.0, 1.0
     [run] = report(write_run(tmp_path / "a", 9, {f"train/step_{i}": records for i in range(1, 10)}))

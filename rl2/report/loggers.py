@@ -25,8 +25,7 @@ from rl2.parallel.device import GIB
 from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, Metrics
 from rl2.report.page import write_page
-from rl2.report.saved import read_lines
-from rl2.run.records import MetricsFile
+from rl2.run.records import MetricsFile, read_lines
 from rl2.run.weights_hash import hash_weights
 
 Config = dict[str, Any]  # all keys, as nested sections

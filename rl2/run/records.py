@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from rl2.error_report import writing
 
-Line = dict[str, Any]  # of metrics.jsonl
+Record = dict[str, Any]  # an object of JSON: a line of metrics.jsonl, or a trajectory
 NOT_METRICS = {"weights", "warnings"}  # what a line has beside numbers
 NO_STEP = -1  # below all steps
 
@@ -49,6 +50,13 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_yaml(path: Path) -> Record | None:
+    """Returns the content of config.yaml or run.json; None if it is missing or broken."""
+    with suppress(DamagedFile):
+        return read_object(path) or None
+    return None
+
+
 def parse_yaml(text: str) -> Any:
     """Reads YAML, ten times as fast where PyYAML has libyaml."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -70,6 +78,23 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
 
 
+def read_lines(path: Path) -> tuple[list[Record], int]:
+    """Returns the objects of a JSONL file, and how many lines are broken, as after a kill."""
+    records = []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records, len(lines) - len(records)
+
+
+def find_steps(split: Path) -> list[Path]:
+    """Returns the transcripts of a split, such as rollouts/train, in the order of their steps."""
+    return sorted(split.glob("step_*.jsonl"), key=step_of)
+
+
 class MetricsFile:
     """metrics.jsonl in the run folder: one object a step."""
 
@@ -86,7 +111,7 @@ class MetricsFile:
 
         `warnings` says what went wrong in the step, and why.
         """
-        line: Line = {name: _to_json_number(value) for name, value in metrics.items()}
+        line: Record = {name: _to_json_number(value) for name, value in metrics.items()}
         if hashes:
             line["weights"] = hashes
         if warnings:
@@ -97,13 +122,13 @@ class MetricsFile:
             # A checkpoint of this step may follow, and must not reach the disk before the line.
             os.fsync(file.fileno())
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[Record]:
         """All lines, [] without the file.
 
         A last line that a kill cut short is left out: its step is repeated. DamagedFile if there is
         another line that is not a step.
         """
-        lines: list[Line] = []
+        lines: list[Record] = []
         texts = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, text in enumerate(texts, 1):
             if not text.strip():
@@ -121,7 +146,7 @@ class MetricsFile:
                 )
         return lines
 
-    def replace(self, lines: list[Line]) -> None:
+    def replace(self, lines: list[Record]) -> None:
         """Writes these lines in place of all others."""
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rl2.error_report import print_answer
-from rl2.report.saved import Record, find_steps, prompt_of, read_lines, read_yaml, reward_of
-from rl2.run.records import step_of
+from rl2.report.page import prompt_of, reward_of
+from rl2.run.records import Record, find_steps, read_lines, read_yaml, step_of
 from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.

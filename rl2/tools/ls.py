@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl2.error_report import print_answer
-from rl2.report.saved import Record, read_lines
 from rl2.run.lock import Holding, look_at_lock
-from rl2.run.records import DamagedFile, read_object
+from rl2.run.records import DamagedFile, Record, read_lines, read_object
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 # What became of a run that has not ended with the model of its last step.

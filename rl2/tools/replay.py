@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl2.parallel.rank import is_first_rank
-from rl2.report.saved import Record, read_lines
-from rl2.run.records import read_object
+from rl2.run.records import Record, read_lines, read_object
 
 # What differs from run to run. A warning may be about the cores of the machine.
 TIMED = ("time/", "overlap/", "memory/", "tokens/per_second", "warnings")
