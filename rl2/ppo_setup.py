@@ -14,6 +14,7 @@ from rl2.batch import Batch
 from rl2.config.conditions import (
     adapter_obstacle,
     choose_exactness,
+    count_samplers,
     has_full_kl,
     loads_teacher,
     needs_critic,
@@ -84,11 +85,10 @@ class Setup:
     link: Link | None  # to the processes that only sample, or from them
 
 
-def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: int = 0) -> Setup:
+def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     """Checks folder, data, environment and tokenizers. ValueError in words.
 
-    `functions` are the environment, in the place of rollout.env_path. The last `num_samplers`
-    processes of the job get a world of their own.
+    `functions` are the environment, in the place of rollout.env_path.
     """
     device = init_distributed()
     folder = RunFolder(config)
@@ -101,6 +101,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: 
     if config.trainer.eval_only and choose_engine(config.rollout.engine)[0] != "local":
         check_weight_files(config.actor.model_name)
     rows, envs = read_ppo_inputs(config, functions)
+    num_samplers = count_samplers(config)
     link = split_world(num_samplers) if num_samplers else None
     is_training = not config.trainer.eval_only and not (link and link.is_sampler)
     template = make_chat_template(config.data, tokenizer, folder.start.date)

@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 from common import ROOT, launch
+from hypothesis import given
+from hypothesis import strategies as st
 from refilling import ScriptedGroups, make_collector
 from scripted import PARAMS, process_group  # noqa: F401
 
@@ -78,40 +80,27 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
     assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
 
 
-def rewards_of(numbers, mean_score):
-    return dict.fromkeys(numbers, mean_score)
-
-
-@pytest.mark.parametrize(
-    "mean_scores, limit",
-    [
-        ({}, 16),
-        # 12 are missing and 4 were rejected, so 16 are in play beside the 8 that are done.
-        ({number: (number % 2) / 2 for number in range(8)}, 8 + 12 + 4),
-        (rewards_of(range(10), 0.0), 10 + 16 + 10),
-        (rewards_of(range(40), 0.0), 48),  # the refills are limited
-    ],
+@given(
+    scores=st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=12, max_size=12),
+    num_ahead=st.integers(0, 3),
+    random=st.randoms(use_true_random=False),
 )
-def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(mean_scores, limit):
-    schedule = GroupSchedule(num_needed=16, max_used=48, filter=SOME, mean_scores=mean_scores)
-    assert schedule.start_limit == limit and schedule.may_start_unused
-    ahead = GroupSchedule(16, 48, num_ahead=2, filter=SOME, mean_scores=mean_scores)
-    assert ahead.start_limit == limit + 2
-
-
-@pytest.mark.parametrize(
-    "mean_scores, length",
-    [
-        ({}, None),
-        (rewards_of([*range(10), *range(11, 20)], 0.5), None),  # group 10 is not done
-        (rewards_of(range(20), 0.5) | {10: math.nan}, 17),  # its environment failed
-        (rewards_of(range(20), 0.5), 16),
-        (rewards_of(range(48), 1.0), 48),  # none passes: the bounds are not in the range
-    ],
-)
-def test_a_step_ends_with_the_last_group_that_it_needs(mean_scores, length):
-    schedule = GroupSchedule(num_needed=16, max_used=48, filter=SOME, mean_scores=mean_scores)
-    assert schedule.num_used == length and schedule.is_complete == (length is not None)
+def test_a_step_uses_the_same_groups_in_whichever_order_they_end(scores, num_ahead, random):
+    """It needs 4 of at most 9. The bounds of the filter do not pass, nor a failed group."""
+    schedule = GroupSchedule(4, max_used=9, num_ahead=num_ahead, filter=SOME)
+    passing = [number for number in range(9) if scores[number] == 0.5]
+    num_used = passing[3] + 1 if len(passing) > 3 else 9
+    done, num_started = schedule.mean_scores, 0
+    while not schedule.is_complete:
+        assert schedule.may_start_unused and schedule.num_used in (None, num_used)
+        num_rejected = sum(score != 0.5 for score in done.values())
+        num_missing = max(0, 4 + num_ahead - (len(done) - num_rejected))
+        in_play = num_missing + min(num_missing, num_rejected)
+        assert schedule.start_limit == min(len(done) + in_play, 9 + num_ahead)
+        num_started = max(num_started, schedule.start_limit)
+        number = random.choice([number for number in range(num_started) if number not in done])
+        done[number] = scores[number]
+    assert schedule.num_used == num_used and done.keys() >= set(range(num_used))
 
 
 def test_without_a_filter_the_length_is_known_before_the_groups_are_done():

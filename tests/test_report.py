@@ -205,9 +205,7 @@ def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
     for step in range(1, 121):
         same = SAME if step % 2 else {}
         printed += print_problems(health, STEP | same | {"step": step})
-    assert len(printed) == 2
-    assert printed[0].startswith("step 1 taught nothing: ")
-    assert re.match("step 19 .*10th", printed[1]) and len(printed[1]) < 80
+    assert len(printed) == 1 and printed[0].startswith("step 1 taught nothing: ")
     [summary] = health.summary([])
     assert "60 of 120" in summary
 

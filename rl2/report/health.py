@@ -1,7 +1,7 @@
 """Explains in words what goes wrong in a step.
 
-`find_problems` reads the metrics of a step. `Health` prints a problem in full the first time and
-then less and less often, and stops a run that has diverged.
+`find_problems` reads the metrics of a step. `Health` tells a problem when it first comes, counts
+the steps that have it, and stops a run that has diverged.
 """
 
 import math
@@ -71,15 +71,12 @@ class Health:
         return find_problems(metrics, self.config)
 
     def describe(self, step: int, problems: list[Problem]) -> list[str]:
-        """Returns what to print about a step: new problems, and counts of frequent ones."""
+        """Returns what to print about a step: its new problems."""
         sentences = []
         for problem in problems:
-            count = self.step_counts.get(problem.name, 0) + 1
-            self.step_counts[problem.name] = count
-            if count == 1:
+            if problem.name not in self.step_counts:
                 sentences.append(f"step {step} {problem.name}: {problem.reason}")
-            elif math.log10(count).is_integer():
-                sentences.append(f"step {step} is the {count}th step that {problem.name}")
+            self.step_counts[problem.name] = self.step_counts.get(problem.name, 0) + 1
         return sentences
 
     def summary(self, lines: list[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.config.conditions import (
     choose_exactness,
-    count_samplers,
     has_full_kl,
     has_teacher,
     loads_teacher,
@@ -61,7 +60,7 @@ class PPORun:
 
     def __init__(self, config: PPOConfig, functions: Functions | None = None):
         """`functions` are the environment, in the place of rollout.env_path."""
-        setup = set_up(config, functions, count_samplers(config))
+        setup = set_up(config, functions)
         assert setup.prompts is not None
         self.config = config
         self.folder = setup.folder
@@ -198,7 +197,7 @@ class SamplerRun:
 
     def __init__(self, config: PPOConfig, functions: Functions | None = None):
         """`functions` are the environment, in the place of rollout.env_path."""
-        setup = set_up(config, functions, count_samplers(config))
+        setup = set_up(config, functions)
         assert setup.prompts is not None and setup.link is not None
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
         self.stop_signal = find_stop_signal()
