@@ -15,7 +15,7 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
-from rl2.report.console import Console, warn_of_checkpoints
+from rl2.report.console import Console
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, start_wandb
 from rl2.report.page import find_headlines, to_json, write_page
@@ -153,12 +153,6 @@ def test_the_time_left_is_that_of_the_steps_until_now(capsys):
     assert left == ["0:00:18 left", "0:00:16 left", "0:02:34 left"]
 
 
-def test_a_run_without_checkpoints_says_so():
-    assert warn_of_checkpoints(make_config(save_freq=20)) == []
-    [sentence] = warn_of_checkpoints(make_config(SFTConfig))
-    assert "trainer.save_freq" in sentence
-
-
 @pytest.mark.parametrize("case", read_cases("health"), ids=str)
 def test_what_is_said_of_a_step(case):
     config = make_config()
@@ -208,15 +202,6 @@ def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
     assert len(printed) == 1 and printed[0].startswith("step 1 taught nothing: ")
     [summary] = health.summary([])
     assert "60 of 120" in summary
-
-
-def test_constant_rewards_of_a_critic_are_told():
-    config = make_config()
-    config.adv.estimator = "gae"
-    metrics = STEP | SAME | {"actor/grad_norm": 0.1, "critic/lr": 1e-6}
-    [problem] = find_problems(metrics, config)
-    assert problem.name == "earned a constant reward" and "all 8 answers" in problem.reason
-    assert find_problems(metrics | {"reward/std": 0.5}, config) == []  # prompts differ
 
 
 def skip_updates(health, first_step, num_steps, fraction=1.0):

@@ -11,21 +11,19 @@ Shape = Callable[[list[Trajectory]], None]
 def add_overlong(
     trajectories: list[Trajectory], buffer: int, penalty: float, max_new_tokens: int
 ) -> None:
-    """Adds the reward part `overlong` to all trajectories that have a reward."""
+    """Adds the reward part `overlong` to all trajectories that have a reward.
+
+    ValueError if the environment gives a part of that name.
+    """
     for trajectory in trajectories:
+        if "overlong" in trajectory.rewards:
+            raise ValueError(
+                "reward_fn returns a part named overlong, and rollout.overlong_buffer adds one of "
+                "this name: rename that of reward_fn"
+            )
         if not trajectory.is_failed:
             score = overlong_score(trajectory.longest_turn, max_new_tokens, buffer)
-            _add_part(trajectory, "overlong", penalty * score)
-
-
-def _add_part(trajectory: Trajectory, name: str, value: float) -> None:
-    """Adds a part to the rewards. ValueError if the environment gives one of that name."""
-    if name in trajectory.rewards:
-        raise ValueError(
-            f"reward_fn returns a part named {name}, and a key of rollout adds a part of this "
-            "name: rename that of reward_fn"
-        )
-    trajectory.rewards[name] = value
+            trajectory.rewards["overlong"] = penalty * score
 
 
 def place_rewards(trajectories: list[Trajectory]) -> None:
