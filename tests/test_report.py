@@ -15,7 +15,7 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
-from rl2.report.console import Console
+from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, start_wandb
 from rl2.report.page import find_headlines, to_json, write_page
@@ -151,6 +151,12 @@ def test_the_time_left_is_that_of_the_steps_until_now(capsys):
     assert "left" not in lines[0]
     left = [line.split("  ")[-1] for line in lines[1:]]
     assert left == ["0:00:18 left", "0:00:16 left", "0:02:34 left"]
+
+
+def test_a_run_without_checkpoints_says_so():
+    assert warn_of_checkpoints(make_config(save_freq=20)) == []
+    [sentence] = warn_of_checkpoints(make_config(SFTConfig))
+    assert "trainer.save_freq" in sentence
 
 
 @pytest.mark.parametrize("case", read_cases("health"), ids=str)

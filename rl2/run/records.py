@@ -153,7 +153,7 @@ class MetricsFile:
     def complete(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the metrics to the line of the step, if it has one. Returns all its metrics."""
         lines = self.read()
-        completed: Line = {"step": step}
+        completed: Record = {"step": step}
         for line in lines:
             if line["step"] == step:
                 line |= {name: _to_json_number(value) for name, value in metrics.items()}

@@ -20,7 +20,7 @@ from rl2.parallel.rank import is_first_rank
 from rl2.run.records import Record, read_lines, read_object
 
 # What differs from run to run. A warning may be about the cores of the machine.
-TIMED = ("time/", "overlap/", "memory/", "tokens/per_second", "warnings")
+TIMED = ("time/", "memory/", "tokens/per_second", "warnings")
 # Of a launch in run.json: what may change numbers.
 FACTS = ("cpu", "gpu", "threads", "commit", "code")
 # What an answer is compared by, in the order in which a step makes it. It may lack some of it.
