@@ -10,7 +10,7 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
-from common import make_tokenizer, pack_rows, read_metrics
+from common import make_tokenizer, pack_rows
 from scripted import (  # noqa: F401
     PARAMS,
     ScriptedEngine,
@@ -21,7 +21,6 @@ from scripted import (  # noqa: F401
     write_nothing,
 )
 from test_env_objects import CHATML_WITH_TOOLS, trained_text
-from test_trainer import setup, train  # noqa: F401
 
 from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
 from rl2.config.schema import RolloutConfig
@@ -718,33 +717,3 @@ def test_what_a_client_sends_stands_in_no_log(caplog):
 def test_a_client_that_may_not_ask_is_refused_before_its_body():
     answer, _ = talk("Host: a\r\nContent-Length: 4000000", b"api_key")
     assert b" 401 " in answer
-
-
-def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
-    """Two clients against the real engines of two processes: the reward rises."""
-    pytest.importorskip("openai", reason="comes with rl2[test]")
-    pytest.importorskip("anthropic", reason="comes with rl2[test]")
-    env = """
-        import anthropic, openai
-        async def ask_openai(asked, base_url):
-            async with openai.AsyncOpenAI(base_url=base_url) as client:
-                reply = await client.chat.completions.create(**asked)
-            return reply.choices[0].message.content
-        async def ask_anthropic(asked, base_url, api_key):
-            async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key) as client:
-                async with client.messages.stream(**asked, max_tokens=1000) as stream:
-                    return "".join([text async for text in stream.text_stream])
-        async def run(row, base_url, model, api_key):
-            asked = {"model": model, "messages": row["messages"]}
-            if int(row["messages"][0]["content"].split()[-1]) % 2:
-                text = await ask_openai(asked, base_url)
-            else:
-                text = await ask_anthropic(asked, base_url, api_key)
-            return sum(letter in row["answer"] for letter in text) / max(len(text), 1)
-    """
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    train(2, *setup, "rollout.env_timeout=200", "rollout.max_turns=2", "trainer.n_epochs=1")
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert all(line["rollout/failed"] == 0 for line in lines)
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
