@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from common import pack_rows
 from env_helpers import ENVS, env_of
 from env_helpers import load_text as load
@@ -70,12 +71,18 @@ def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages()
 
 NUMBERS = st.booleans() | st.integers(-(2**64), 2**64) | st.floats(-3e38, 3e38)
 NUMBERS |= st.floats(-6e4, 6e4, width=16).map(np.float16) | NUMBERS.map(np.array)
+SCALARS = NUMBERS | st.floats(-65504, 65504, width=32).map(np.float32) | st.booleans().map(np.bool_)
+SCALARS |= st.builds(
+    lambda x, dtype: torch.tensor(x, dtype=dtype, requires_grad=dtype.is_floating_point),
+    st.integers(-100, 100),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+)
 WRONG = st.none() | st.text() | st.lists(NUMBERS, min_size=1).map(np.array)
 WRONG |= st.sampled_from([float("nan"), np.float32("inf"), -(10**400), 1e39, np.array(np.nan), 1j])
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.dictionaries(st.text(), NUMBERS, min_size=1) | NUMBERS)
+@given(st.dictionaries(st.text(), SCALARS, min_size=1) | SCALARS)
 def test_rewards_are_finite_numbers(value):
     parts = score(env_of(lambda messages: value))
     expected = value if isinstance(value, dict) else {"reward": value}

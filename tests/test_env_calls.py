@@ -134,24 +134,12 @@ def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, 
     env.close()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        numpy.float32(0.5),
-        numpy.array(0.5),
-        torch.tensor(0.5, dtype=torch.bfloat16),
-        torch.tensor(0.5, requires_grad=True),
-        {"a": numpy.bool_(True), "b": torch.tensor(-0.5)},
-        {"a": torch.tensor(True), "b": numpy.float16(-0.5)},
-    ],
-)
-def test_scalars_of_numpy_and_pytorch_are_numbers(value):
-    parts = call(env_of(lambda messages: value))
-    assert sum(parts.values()) == 0.5 and all(type(part) is float for part in parts.values())
+@pytest.mark.parametrize("value", [numpy.float16(0.5), torch.tensor(0.5, requires_grad=True)])
+def test_messages_with_scalars_of_numpy_and_pytorch_are_json(value):
     answer = [{"role": "tool", "content": "x", "value": value}]
     env = env_of(lambda messages: 0, lambda messages: answer)
     [message] = asyncio.run(env.answer(MESSAGES, {})).messages
-    json.dumps(message)
+    assert json.loads(json.dumps(message))["value"] == 0.5
 
 
 @pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False), (100_000, False)])
