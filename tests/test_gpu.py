@@ -42,10 +42,7 @@ BY_HAND = {
     "variants_8k",
     "plan",
 }  # half a minute each; test_compile.py and test_memory_plan.py do more
-NEED_MORE = {
-    "quickstart",
-    *(name for name in PARTS if name.startswith(("sglang", "vllm"))),
-}
+NEED_MORE = {name for name in PARTS if name.startswith(("sglang", "vllm"))}
 
 
 def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path):

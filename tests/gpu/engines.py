@@ -16,7 +16,7 @@ from engine_contract import (
     plain_logps,
     play,
 )
-from figures import Steps, record
+from figures import record
 from tools import (
     DEVICE,
     DRY,
@@ -211,16 +211,11 @@ def sglang():
     before = used_gib()
     engine = start_sglang(name, device, 8 if DRY else 256)
     engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
-    steps = Steps()
-    with steps.step("agreement"):
-        check_agreement(actor, engine)
-    with steps.step("sleep"):
-        check_sleep(actor, engine, before)
+    check_agreement(actor, engine)
+    check_sleep(actor, engine, before)
     engine.close()
-    with steps.step("close"):
-        check_no_process_left(others)
-        check_memory_is_free(before)
-    steps.finish()
+    check_no_process_left(others)
+    check_memory_is_free(before)
 
 
 def sglang_cycles():

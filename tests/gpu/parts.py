@@ -37,7 +37,6 @@ PARTS = {
     "local_contract": Part("engines.py", 60, ("device",)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),
     "vllm_contract": Part("engines.py", 250, ("device",)),
-    "quickstart": Part("runs.py", 200, ("device",)),
     "ring": Part("runs.py", 90, ("worker",), "two_gpus", ("ring",)),
     "fsdp": Part("runs.py", 90, ("worker",), "two_gpus", ("fsdp",)),
     "hybrid": Part("runs.py", 90, ("worker",), "two_gpus", ("hybrid",)),

@@ -13,8 +13,6 @@
 # SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine.
 #
 # RL2_GPU_MODELS is a folder where the models stay between calls.
-# RL2_GPU_QUICKSTART is the folder of `python examples/quickstart.py prepare FOLDER`, for the part
-# quickstart, where there is no network.
 #
 # RL2_DEVICE=cpu rehearses the parts on a CPU with tiny shapes. This tests the parts, not the GPU.
 # With --fork they share the imports of one process, which is faster.
