@@ -69,7 +69,9 @@ def train_ppo(model, name, function=reward_fn, **keys):
 
 def train_in_event_loop(*arguments, **keys):
     async def train():
-        return train_ppo(*arguments, **keys)
+        run = train_ppo(*arguments, **keys)
+        await asyncio.sleep(0)  # the loop goes on
+        return run
 
     return asyncio.run(train())
 

@@ -299,13 +299,9 @@ def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
 class FakeWandb(types.ModuleType):
     """What rl2 uses of wandb 0.31."""
 
-    Error = RuntimeError
-
-    def __init__(self, key=None):
+    def __init__(self):
         super().__init__("wandb")
-        self.key = key
-        self.runs = []
-        self.metrics = []
+        self.key, self.runs, self.metrics = None, [], []
 
     def login(self, prompt=True, verify=True):
         assert not prompt, "nobody may be there to answer"
@@ -319,21 +315,33 @@ class FakeWandb(types.ModuleType):
         assert (name, step_metric) == ("*", "step")
 
 
-def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, capsys):
-    wandb = FakeWandb(key="secret")
+def test_wandb_gets_the_config_and_an_id_that_resumes_and_its_errors_do_not_stop_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = asdict(make_config(project="mine", experiment_name="first"))
+    assert start_wandb(tmp_path, config, 0) is None and "wandb login" in capsys.readouterr().out
+    wandb.key = "secret"
     for _ in range(2):  # the second one resumes the run folder
         start_wandb(tmp_path, config, 0).log(4, {"step": 4, "reward/mean": 0.5})
-    first, second = wandb.runs
+    wandb.key = None
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "other").mkdir()
+    assert start_wandb(tmp_path / "other", config, 0) is not None
+    first, second, other = wandb.runs
     assert first == second and first["id"] and first["resume"] == "allow"
     assert (first["project"], first["name"]) == ("mine", "first")
-    assert first["config"]["data"]["responses_per_prompt"] == 8
+    assert first["config"]["data"]["responses_per_prompt"] == 8 and other["id"] != first["id"]
     assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
-    (tmp_path / "other").mkdir()
-    start_wandb(tmp_path / "other", config, 0)
-    assert wandb.runs[2]["id"] != first["id"]
+
+    def fail(**settings):
+        raise RuntimeError("the run was deleted")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    assert start_wandb(tmp_path, config, 0) is None
+    assert "the run was deleted" in capsys.readouterr().out
 
 
 def test_tensorboard_gets_metrics_and_a_resumed_run_replaces_steps(tmp_path):
@@ -354,25 +362,6 @@ def test_tensorboard_gets_metrics_and_a_resumed_run_replaces_steps(tmp_path):
 
 def test_the_services_of_the_key_are_those_that_there_are():
     assert list(schema_keys(PPOConfig)["trainer.loggers"].choices) == list(loggers.LOGGERS)
-
-
-def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(
-    tmp_path, monkeypatch, capsys
-):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = (tmp_path, asdict(make_config()), 0)
-    assert start_wandb(*run) is None and "wandb login" in capsys.readouterr().out
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert start_wandb(*run) is not None
-
-    def fail(**settings):
-        raise wandb.Error("the run was deleted")
-
-    monkeypatch.setattr(wandb, "init", fail)
-    assert start_wandb(*run) is None
-    assert "the run was deleted" in capsys.readouterr().out
 
 
 def answer(number, group, reward, text, **others):

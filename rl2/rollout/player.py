@@ -133,7 +133,7 @@ class Player:
 
     def _tools(self, trajectory: Trajectory) -> list | None:
         """Returns the schemas that the template shows: those of the row and the environment."""
-        tools, env_tools = trajectory.tools, self.env_of(trajectory).tools
+        tools, env_tools = trajectory.row.get("tools"), self.env_of(trajectory).tools
         return [*(tools or []), *env_tools] if env_tools else tools
 
     async def _score(self, trajectory: Trajectory, last_turn: TurnInfo, key: Hashable) -> None:

@@ -76,11 +76,6 @@ class Trajectory:
     filter_status: FilterStatus = FilterStatus.OFF
 
     @property
-    def tools(self) -> list[dict] | None:
-        """The schemas of tools that the chat template shows."""
-        return self.row.get("tools")
-
-    @property
     def is_done(self) -> bool:
         """Whether it has ended and has its rewards."""
         return self.finish_reason != FinishReason.PLAYING
