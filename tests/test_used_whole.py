@@ -193,17 +193,21 @@ def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
         read(tmp_path, {"messages": [USER, call(arguments)]}, "qwen3")
 
 
-def test_only_columnar_files_lose_nulls(tmp_path):
+def test_only_columnar_files_lose_nulls(tmp_path, monkeypatch):
     row = {"messages": [USER, call({"city": "Rome", "days": None})]}
     other = {"messages": [USER, call({"day": 1})]}
-    datasets.Dataset.from_list([row, other]).to_parquet(tmp_path / "rows.parquet")
+    data_set = datasets.Dataset.from_list([row, other])
+    data_set.to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr("datasets.load_dataset", lambda *arguments, **options: data_set)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
     arguments = []
-    for name in ("rows.jsonl", "rows.parquet"):
-        rows = load_rows(str(tmp_path / name), read=SFT_ROWS.read)
+    for path in (*(tmp_path / f"rows.{end}" for end in ("jsonl", "json", "parquet")), "hub/rows"):
+        rows = load_rows(str(path), read=SFT_ROWS.read)
         [called] = rows[0]["messages"][1]["tool_calls"]
         arguments.append(called["function"]["arguments"])
-    assert arguments == [{"city": "Rome", "days": None}, {"city": "Rome"}]
+    whole, part = {"city": "Rome", "days": None}, {"city": "Rome"}
+    assert arguments == [whole, whole, part, part]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +249,14 @@ def test_a_column_with_the_system_prompt_is_read(tmp_path):
 
 @pytest.mark.parametrize("column", ["input", "history", "loss_weight", "chat_template_kwargs"])
 def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, capsys):
-    row = {"messages": [USER], "completion": "w", column: "x"}
-    read(tmp_path, row, "chatml")
-    assert f"warning: column '{column}' is not used" in capsys.readouterr().out
+    for prompt in ({"messages": [USER]}, {"prompt": "hello"}):
+        for kind, reply in (
+            (SFT_ROWS, {"completion": "w"}),
+            (PAIR_ROWS, {"chosen": "w", "rejected": "v"}),
+            (LABELLED_ROWS, {"completion": "w", "label": True}),
+        ):
+            read(tmp_path, {**prompt, **reply, column: "x"}, "chatml", kind)
+            assert f"warning: column '{column}' is not used" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -341,28 +350,16 @@ def test_a_question_with_an_instruction_and_its_input_is_shown_whole(tmp_path, e
     assert read(tmp_path, row | {"response": "w"}, "chatml") == expected
     pair = row | {"chosen": "w", "rejected": "v"}
     assert read(tmp_path, pair, "chatml", PAIR_ROWS)[0] == expected[0]
-    for other in ({"output": "w"}, {"chosen": "w", "rejected": "v"}):
-        with pytest.raises(ValueError, match=f"column '{extra}'.*instruction"):
-            kind = SFT_ROWS if "output" in other else PAIR_ROWS
-            other = {"completion": "w"} if "output" in other else other
-            read(tmp_path, {"prompt": "Add.", extra: "1 2", **other}, "chatml", kind)
 
 
-def test_the_history_and_system_prompt_of_an_instruction_are_shown(tmp_path, capsys):
-    row = {"instruction": "c", "input": "", "output": "w", "system": "s", "history": [["a", "b"]]}
-    messages = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+def test_an_instruction_is_shown_with_its_system_prompt_and_refused_with_a_history(tmp_path):
+    row = {"instruction": "c", "input": "", "output": "w", "system": "s", "history": []}
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}]
     expected = read(tmp_path, {"messages": messages, "completion": "w"}, "chatml")
-    capsys.readouterr()
     assert read(tmp_path, row, "chatml") == expected
-    assert "history is read" in capsys.readouterr().out
-    for history in ("a", [["a"]], [[1, 2]]):
-        with pytest.raises(ValueError, match="column 'history': expected"):
-            read(tmp_path, row | {"history": history}, "chatml")
+    for kind in (SFT_ROWS, PROMPT_ROWS):
+        with pytest.raises(ValueError, match="row 1: column 'history' is not read"):
+            read(tmp_path, row | {"history": [["a", "b"]]}, "chatml", kind)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "mistral_nemo", "command_r"])

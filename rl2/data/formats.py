@@ -87,7 +87,6 @@ def read_sft_row(row: dict) -> ReadRow:
         )
     if "text" in row and (source is None or source == "prompt" and completion is None):
         return {**row, "messages": check_text(row["text"], "text")}, []
-    _check_whole_question(row)
     if source == "prompt" and completion is None:
         columns = describe_columns(row, "completion")
         raise ValueError(f"column 'prompt' needs 'completion' beside it; {columns}")
@@ -109,18 +108,12 @@ def read_pair_row(row: dict) -> ReadRow:
     Where `chosen` and `rejected` are conversations, or there is no prompt, the prompt is what both
     begin with.
     """
-    if row.get("label") is not None and _first_column(row, "chosen", "rejected") is None:
-        raise ValueError(
-            "this is one reply with a label, not a pair: train on it with rl2.trainer.dpo and "
-            "dpo.loss=kto"
-        )
     chosen = _to_messages(read_column(row, "chosen"))
     rejected = _to_messages(read_column(row, "rejected"))
     if chosen == rejected:
         raise ValueError(
             f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(chosen)}"
         )
-    _check_whole_question(row)
     notes = []
     shared = _shared_prompt(chosen, rejected)
     has_prompt = _first_column(row, *CONVERSATIONS, "instruction") is not None
@@ -148,7 +141,6 @@ def read_labelled_row(row: dict) -> ReadRow:
         row, notes = read_pair_row(row)
         return row, [*notes, "chosen is read as a desirable reply, rejected as an undesirable one"]
     labels(row)  # its check
-    _check_whole_question(row)
     given = row
     row, notes = _read_messages(given)
     if given.get("completion") is None and ends_with_reply(row["messages"]):
@@ -206,8 +198,6 @@ def _read_messages(row: dict) -> ReadRow:
     check_messages(messages)
     if source != "messages":
         notes.append(f"{source} is read as messages")
-    if source == "messages" and not _is_list_of_messages(value):
-        notes.append("messages is read as a list of messages with role and content")
     others = {name: item for name, item in row.items() if name != source}
     system = next((name for name in SYSTEM_COLUMNS if name in row), None)
     if system is not None:
@@ -229,40 +219,14 @@ def _read_messages(row: dict) -> ReadRow:
 
 
 def _read_instruction(row: dict) -> ReadRow:
-    """Alpaca's row with `messages`: the pairs in `history`, then `instruction` and its input.
-
-    They are joined as LLaMA-Factory joins them, in lines.
-    """
+    """Alpaca's row with `messages`: `instruction` and its input, in lines."""
+    if row.get("history"):
+        raise ValueError("column 'history' is not read: write the conversation as messages")
     names = ["instruction", *(name for name in INPUT_COLUMNS if row.get(name))]
-    messages = []
-    for turn in row.get("history") or []:
-        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-            raise ValueError(
-                "column 'history': expected pairs of a question and a reply, got "
-                f"{abbreviate(turn)}"
-            )
-        question, reply = turn
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": reply})
     question = "\n".join(check_text(row[name], name) for name in names)
-    messages.append({"role": "user", "content": question})
-    used = (*names, "history")
-    others = {name: value for name, value in row.items() if name not in used}
-    notes = [f"the message of the user is read from {' and '.join(names)}"]
-    if len(messages) > 1:
-        notes.append("history is read as earlier turns, which are not trained")
-    return others | {"messages": messages}, notes
-
-
-def _check_whole_question(row: dict) -> None:
-    """ValueError for a prompt of text with another column that it asks about."""
-    for column in INPUT_COLUMNS:
-        if row.get(column) and isinstance(row.get("prompt"), str):
-            raise ValueError(
-                f"column '{column}' is not shown beside a prompt of text: name the prompt "
-                "instruction, which is read with it, or rename the column if it is no part of the "
-                f"question: data.columns.{column}=unused"
-            )
+    others = {name: value for name, value in row.items() if name not in names}
+    note = f"the message of the user is read from {' and '.join(names)}"
+    return others | {"messages": [{"role": "user", "content": question}]}, [note]
 
 
 def _to_tool(tool: Any) -> Any:
@@ -270,12 +234,6 @@ def _to_tool(tool: Any) -> Any:
     if isinstance(tool, dict) and "name" in tool and not tool.keys() & {"function", "type"}:
         return {"type": "function", "function": tool}
     return tool
-
-
-def _is_list_of_messages(value: Any) -> bool:
-    if isinstance(value, list):
-        return all("role" in message for message in value)
-    return isinstance(value, str)
 
 
 def _first_column(row: dict, *names: str) -> str | None:

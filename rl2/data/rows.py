@@ -1,6 +1,5 @@
 """From data files to rows, which are dicts. A malformed row is refused and named, never skipped."""
 
-import codecs
 import csv
 import hashlib
 import itertools
@@ -17,7 +16,6 @@ from typing import Any, TextIO
 
 import pyarrow
 import pyarrow.parquet
-from huggingface_hub import HfApi
 
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate, describe_form
@@ -38,13 +36,13 @@ PARSED_COLUMNS = (
 DATASETS_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 MAX_NESTING = 100  # levels of lists and objects in a cell: templates and environments recurse
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
-HUB_TIMEOUT_SECONDS = 10.0
 MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 
-# A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
+# A row as its format gives it: one of JSON is still text, one of a columnar file is a slice, and
+# one of csv or of the hub is a dict.
 RawRow = Any
 NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
 LocatedRow = tuple[str, RawRow]  # (its file and number, the row)
@@ -196,7 +194,7 @@ def check_rows(
         for location, raw_row in chunk:
             try:
                 given = rename_columns(_unpack_row(raw_row), columns)
-                row = _parse_row(given, isinstance(raw_row, pyarrow.RecordBatch))
+                row = _parse_row(given, not isinstance(raw_row, str))
                 for column in PARSED_COLUMNS:
                     if column != "tools" and isinstance(row.get(column), list):
                         firsts = texts if isinstance(given[column], str) else lists
@@ -241,7 +239,7 @@ def _parse_row(row: dict, is_columnar: bool) -> dict:
     """The row with JSON text of conversations and tools parsed."""
     parsed = {}
     for column, value in row.items():
-        # Columnar files give each struct the keys of all structs, with null for those it lacks.
+        # Columnar data give each struct the keys of all structs, with null for those it lacks.
         drops_nulls = is_columnar and not isinstance(value, str) and column in PARSED_COLUMNS
         if isinstance(value, str) and column == "tools":
             value = _parse_json(value or "null", "column 'tools'")
@@ -293,10 +291,6 @@ def _parse_json(text: str, source: str) -> Any:
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
-        if source == "row" and text.rstrip().endswith(","):
-            raise ValueError(
-                "a row ends with a comma: in lines of JSON each line is an object of its own"
-            ) from None
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
 
 
@@ -369,16 +363,13 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
 def _load_from_hub(path: str, split: str) -> Any:
     """The rows of NAME, NAME:CONFIGURATION or either with @SPLIT, which replaces `split`."""
     # Slow to import, and not needed for files.
-    from datasets import config, disable_progress_bars, load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
     data_set, _, named_split = path.partition("@")
     name, _, configuration = data_set.partition(":")
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
-            # One request replaces the retries of `datasets`, which take half a minute.
-            HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
         return load_dataset(name, configuration or None, split=named_split or split)
     except Exception as error:  # of the network, or of an unknown name, configuration or split
         reason = str(error).strip().partition("\n")[0]
@@ -407,13 +398,7 @@ def _find_files(path: Path, split: str) -> list[Path]:
 
 
 def _open_text(file: Path, newline: str) -> TextIO:
-    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`.
-
-    ValueError if the file begins like UTF-16, in which no row could be read.
-    """
-    with open(file, "rb") as stream:
-        if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise ValueError("it is in UTF-16; write it in UTF-8")
+    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`."""
     return open(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
@@ -423,7 +408,7 @@ def _read_json(file: Path) -> Iterator[NumberedRow]:
         if file.suffix == ".json":
             text = lines.read()
             if text.lstrip().startswith("["):
-                yield from enumerate(_parse_json(text, "list of rows"), 1)
+                yield from enumerate(map(json.dumps, _parse_json(text, "list of rows")), 1)
                 return
             lines.seek(0)
         for number, line in enumerate(lines, 1):
@@ -435,9 +420,6 @@ def _read_csv(file: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(MAX_CSV_CELL_BYTES)  # the default is 128 KiB
     with _open_text(file, newline="") as lines:
         reader = csv.DictReader(lines, restval=MISSING_CELL)
-        [header, *others] = reader.fieldnames or [""]
-        if not others and re.search(r"[;\t]", header):
-            raise ValueError(f"columns are separated by commas, and its header is {header!r}")
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
             yield first_line, row
