@@ -23,7 +23,6 @@ from rl2.error_report import writing
 from rl2.model.attachment import ModelSettings
 from rl2.model.exact import EngineCheck
 from rl2.model.load import FILES, HuggingFaceFiles, load_model
-from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores, own_weights
 from rl2.optimizer import AdamW, Muon, WeightSample, clip_gradient_, hidden_matrices, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
@@ -265,13 +264,29 @@ class Worker:
         to `folder`/optimizer, which the key `optimizer_dir` reads.
         """
         with writing(folder):
-            weights = self.iter_full_weights(self.dtype)
-            save_model(folder, self.model, weights, tokenizer, self.dtype)
+            self._save_model(folder, tokenizer)
             for part in self.model.attachments:
                 part.save(self.model, folder, self.memory.read)
             if with_optimizer:
                 export_optimizer(self.optimizer, folder)
         dist.barrier()
+
+    def _save_model(self, folder: str, tokenizer: Any) -> None:
+        """Rank 0 writes. All processes make the whole weights."""
+        full = {}
+        for name, weight in self.iter_full_weights(self.dtype):
+            if dist.get_rank() == 0:
+                full[name] = weight.cpu()
+        if dist.get_rank() > 0:
+            return
+        hf = self.model.hf
+        if self.model.is_critic:
+            # transformers reads the value at the last token that is not this one.
+            hf.config.pad_token_id = tokenizer.pad_token_id
+        hf.save_pretrained(folder, state_dict=full)
+        hf.config.dtype = self.dtype  # save_pretrained wrote that of our parameters
+        hf.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sharded state that a resumed run needs.
