@@ -26,6 +26,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPT2Config,
     PreTrainedTokenizerFast,
 )
 
@@ -175,6 +176,15 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def make_gpt2(folder) -> str:
+    """As `make_model`: a GPT-2, with Conv1D in the place of linear layers, and dropout."""
+    name = make_model(folder)  # its tokenizer
+    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
+    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
+    AutoModelForCausalLM.from_config(config).save_pretrained(name)
+    return name
 
 
 # The reward is the fraction of letters of the reply that are in the answer. A random policy starts

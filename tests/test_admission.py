@@ -5,14 +5,12 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from common import RECURRENT, launch, make_model, make_tokenizer
+from common import RECURRENT, launch, make_gpt2, make_model, make_tokenizer
 from families import engine_problem, make_config, read_record, verdict
 from parity import make_batch, worker_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Glm4MoeConfig,
-    GPT2Config,
     LlamaConfig,
 )
 from transformers.models.auto.modeling_auto import (
@@ -54,6 +52,8 @@ PASS = [
 ENGINE = ["deepseek_v3", "cohere", "gpt2", "gemma3_text", "gpt_oss", "phi"]
 if RECURRENT:  # a transformers that the engine knows
     ENGINE.append("jamba")
+# A buffer that the files of GLM-4.5 hold.
+ROUTING_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 # What is refused, with words of the reason.
 REFUSED = {
     "bloom": "log-probabilities are not those of transformers",
@@ -124,15 +124,6 @@ def test_a_refused_model_is_named_before_its_weights_are_read(tmp_path, device):
         Worker(worker_config(str(tmp_path)), device, False, 4)
 
 
-def make_gpt2(folder) -> str:
-    """A random GPT-2, whose config asks for dropout."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
-    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
     """Else the ratio of two probabilities of a token would be noise: 0.39 of them were clipped."""
@@ -158,29 +149,12 @@ def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
 
 def make_routed(folder) -> str:
     """A random GLM-4.5: its routing bias is a buffer that the files of the model hold."""
-    torch.manual_seed(0)
-    config = Glm4MoeConfig(
-        vocab_size=98,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer))
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    sizes = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    name = make_model(folder, "glm4_moe", tied=False, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model.get_buffer(ROUTING_BIAS).copy_(torch.randn(4))
+    model.save_pretrained(name)
+    return name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -188,7 +162,7 @@ def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, d
     name = make_routed(tmp_path / "model")
     worker = Worker(worker_config(name, dtype=dtype), device, False, 4)
     stored = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).state_dict()
-    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    key = ROUTING_BIAS
     weights = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
     assert stored[key].abs().min() > 0 and torch.equal(weights[key], stored[key])
     assert weights.keys() == stored.keys()
@@ -200,6 +174,10 @@ def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, d
         engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
     engine.load_weights(worker.iter_full_weights(compute_dtype), 1)
     engine.verify_weights(worker.iter_full_weights(compute_dtype), 1)
+    weights.pop(key)
+    for verb in (engine.load_weights, engine.verify_weights):
+        with pytest.raises(ValueError, match=f"did not arrive: .*{key}"):
+            verb(weights.items(), 2)
     worker.export(str(tmp_path / "export"), make_tokenizer())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     buffers = dict(exported.named_buffers())
@@ -214,22 +192,17 @@ if __name__ == "__main__":  # a process of the test below
 
     device = init_distributed()
     worker = Worker(worker_config(sys.argv[1]), device, False, 4)
-    buffers = [
-        buffer
-        for key, buffer in worker.model.hf.named_buffers()
-        if key.endswith("e_score_correction_bias")
-    ]
     if dist.get_rank() == 1:
-        torch.save(buffers, sys.argv[2])
+        torch.save(worker.model.hf.get_buffer(ROUTING_BIAS), sys.argv[2])
     dist.barrier()
 
 
 def test_every_process_has_the_buffers(tmp_path):
     name = make_routed(tmp_path / "model")
     launch(2, __file__, name, tmp_path / "buffers")
-    [bias] = torch.load(tmp_path / "buffers")
+    bias = torch.load(tmp_path / "buffers")
     stored = AutoModelForCausalLM.from_pretrained(name).state_dict()
-    assert torch.equal(bias, stored["model.layers.1.mlp.gate.e_score_correction_bias"])
+    assert torch.equal(bias, stored[ROUTING_BIAS])
 
 
 def test_a_tensor_parallel_plan_may_name_the_tied_embedding():

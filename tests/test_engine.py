@@ -287,25 +287,6 @@ def test_the_prompt_of_a_group_is_prefilled_once(llama, monkeypatch):
     engine.close()
 
 
-def test_buffers_that_are_saved_are_weights(tmp_path):
-    """The routing bias of GLM-4.5 is such a buffer. The rotary frequencies are not saved."""
-    name = make_model(tmp_path / "glm4_moe", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2)
-    engine = make_engine(name)
-    weights = dict(AutoModelForCausalLM.from_pretrained(name).state_dict())
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    engine.verify_weights(weights.items(), 0)
-    weights[bias] = torch.arange(4.0)
-    with pytest.raises(RuntimeError, match=f"1 weights .*{bias}"):
-        engine.verify_weights(weights.items(), 0)
-    engine.load_weights(weights.items(), 1)
-    assert engine.model.get_buffer(bias).tolist() == [0.0, 1.0, 2.0, 3.0]
-    weights.pop(bias)
-    for verb in (engine.load_weights, engine.verify_weights):
-        with pytest.raises(ValueError, match=f"did not arrive: .*{bias}"):
-            verb(weights.items(), 2)
-    engine.close()
-
-
 def test_wrong_weights_are_refused_and_the_engine_does_not_generate_after_them(llama):
     engine = make_engine(llama)
     weights = dict(AutoModelForCausalLM.from_pretrained(llama).named_parameters())

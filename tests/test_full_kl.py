@@ -23,83 +23,93 @@ from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
 from rl2.model.head import HeadInputs, full_kl
+from rl2.model.logits import CandidateMask
 from rl2.worker import Worker
 
 NUM_PAIRS, VOCABULARY = 23, 37
 
 
-def make_heads(dtype=torch.float32, teacher_vocabulary=VOCABULARY):
-    """(hidden states and weight of the policy, with gradients; what the teacher's head takes)."""
-    torch.manual_seed(0)
-    hidden = torch.randn(NUM_PAIRS, 8).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, 8).to(dtype).requires_grad_()
-    teacher = HeadInputs(
-        hidden=torch.randn(NUM_PAIRS, 12).to(dtype),
-        weight=torch.randn(teacher_vocabulary, 12).to(dtype),
-        divisor=1.3,
-        dtype=torch.float32,
+def make_head(width, vocabulary=VOCABULARY, dtype=torch.float32, divisor=1.0, cap=None):
+    """Random factors, with a bias if there is a cap."""
+    return HeadInputs(
+        hidden=torch.randn(NUM_PAIRS, width).to(dtype).requires_grad_(),
+        weight=torch.randn(vocabulary, width).to(dtype).requires_grad_(),
+        divisor=divisor,
+        bias=torch.randn(vocabulary).to(dtype).requires_grad_() if cap else None,
+        cap=cap,
     )
-    return hidden, weight, teacher
 
 
-def kl_of(heads, temperature):
-    hidden, weight, teacher = heads
-    return full_kl(HeadInputs(hidden, weight, temperature), teacher)
+def in_float64(head):
+    """The head with its factors in float64, and these."""
+    factors = {name: value for name, value in vars(head).items() if isinstance(value, torch.Tensor)}
+    doubles = {name: x.detach().double().requires_grad_() for name, x in factors.items()}
+    return replace(head, **doubles), [*doubles.values()], [*factors.values()]
 
 
-def plain_kl(hidden, weight, teacher, temperature, num_tokens):
-    """KL [P] in float64 among the first tokens."""
-    log_p = (hidden @ weight[:num_tokens].T / temperature).log_softmax(-1)
-    teacher_logits = teacher.hidden.double() @ teacher.weight[:num_tokens].double().T
-    log_q = (teacher_logits / teacher.divisor).log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def check(kl, heads, temperature, num_tokens=VOCABULARY, tolerance=1e-5):
-    """Compares values and gradients."""
-    hidden, weight, teacher = heads
-    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = plain_kl(*doubles, teacher, temperature, num_tokens)
-    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-5)
-    factor = torch.randn(NUM_PAIRS)
-    gradients = torch.autograd.grad((kl * factor).sum(), (hidden, weight))
-    right = torch.autograd.grad((expected * factor).sum(), doubles)
-    for gradient, other in zip(gradients, right, strict=True):
-        assert (gradient.double() - other).norm() < tolerance * other.norm()
+def plain_log_p(head, outside):
+    """Log-probabilities of the tokens that `outside` has a column for."""
+    logits = head.hidden @ head.weight[: outside.shape[1]].T
+    if head.cap is not None:
+        logits = head.cap * ((logits + head.bias) / head.cap).tanh()
+    return (logits / head.divisor).masked_fill(outside, -1e9).log_softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_columns", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, dtype):
+@pytest.mark.parametrize(
+    ("caps", "with_candidates", "teacher_vocabulary"),
+    [
+        ((None, None), False, VOCABULARY),
+        ((None, None), False, 33),  # vocabularies are padded differently
+        ((None, None), False, 40),
+        ((2.5, 4.0), False, VOCABULARY),
+        ((2.5, 4.0), True, VOCABULARY),
+    ],
+)
+def test_chunked_kl_equals_log_softmax(
+    monkeypatch, temperature, chunk_columns, dtype, caps, with_candidates, teacher_vocabulary
+):
+    """In values and gradients."""
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * NUM_PAIRS)
-    heads = make_heads(dtype)
-    kl = kl_of(heads, temperature)
+    torch.manual_seed(0)
+    head = make_head(8, dtype=dtype, divisor=temperature, cap=caps[0])
+    teacher = make_head(12, teacher_vocabulary, dtype, divisor=1.3, cap=caps[1])
+    outside = torch.zeros(NUM_PAIRS, min(VOCABULARY, teacher_vocabulary), dtype=torch.bool)
+    if with_candidates:
+        outside = torch.rand(outside.shape) < 0.5
+        mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
+        head, teacher = replace(head, candidates=mask), replace(teacher, candidates=mask)
+    kl = full_kl(head, teacher)
+    plain, doubles, factors = in_float64(head)
+    log_p, log_q = plain_log_p(plain, outside), plain_log_p(in_float64(teacher)[0], outside)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
     assert (kl > 0.1).all()
-    check(kl, heads, temperature, tolerance=1e-5 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("teacher_vocabulary", [33, 40])
-def test_vocabularies_that_are_padded_differently(teacher_vocabulary):
-    heads = make_heads(teacher_vocabulary=teacher_vocabulary)
-    kl = kl_of(heads, 0.7)
-    check(kl, heads, 0.7, min(VOCABULARY, teacher_vocabulary))
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-5)
+    factor = torch.randn(NUM_PAIRS)
+    gradients = torch.autograd.grad((kl * factor).sum(), factors)
+    right = torch.autograd.grad((expected * factor).sum(), doubles)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient.double() - other).norm() < tolerance * other.norm()
 
 
 def test_extreme_logits_stay_finite():
-    hidden, weight, teacher = make_heads()
-    far = HeadInputs(1e3 * teacher.hidden, teacher.weight, 1.0, torch.float32)
-    kl = kl_of((1e3 * hidden, weight, far), 1.0)
+    torch.manual_seed(0)
+    heads = [make_head(8), make_head(12)]
+    far = [replace(head, hidden=1e3 * head.hidden) for head in heads]
+    kl = full_kl(*far)
     assert kl.isfinite().all() and (kl >= 0).all()
-    assert all(x.isfinite().all() for x in torch.autograd.grad(kl.sum(), (hidden, weight)))
+    gradients = torch.autograd.grad(kl.sum(), (heads[0].hidden, heads[0].weight))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 def test_no_logits_of_all_tokens_are_kept(monkeypatch):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * NUM_PAIRS)
-    hidden, weight, teacher = make_heads()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
-        kl_of((hidden, weight, teacher), 0.7)
+        full_kl(make_head(8), make_head(12))
     assert max(saved) < NUM_PAIRS * VOCABULARY
 
 

@@ -6,7 +6,6 @@ test_examples.py whole runs, test_exact.py equal bits of an engine that applies 
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import make_critic, make_model
 from engine_contract import check_logps, play
 from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
@@ -16,15 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
 @pytest.fixture
-def make(tmp_path):
-    """Yields a function that creates workers in a process group with one process."""
+def make(tmp_path, device):
+    """A function that creates workers in a process group with one process."""
     name = make_model(tmp_path / "model")
-    device = init_distributed()
     model = AutoModelForCausalLM.from_pretrained(name)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[:, ::2] = -0.0
@@ -37,8 +34,7 @@ def make(tmp_path):
         torch.manual_seed(0)
         return Worker(config, device, critic, num_updates)
 
-    yield make
-    dist.destroy_process_group()
+    return make
 
 
 def full_parameters(worker):

@@ -9,82 +9,74 @@ from rl2.model.head import HeadInputs, head_scores
 from rl2.model.logits import CandidateMask
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
-@pytest.mark.parametrize("most_kept", [0, 1000])
-def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows, most_kept):
-    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_rows * 37)
-    torch.manual_seed(0)
-    hidden = torch.randn(23, 8, requires_grad=True)
-    weight = torch.randn(37, 8, requires_grad=True)
-    targets = torch.randint(37, (23,))
-    d_logps = torch.randn(23)
-    d_entropy = torch.randn(23)
-    for with_entropy in (False, True):
-        logps, entropy = head_scores(HeadInputs(hidden, weight, temperature), targets, with_entropy)
-        doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-        log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
-        assert (entropy is not None) == with_entropy
-        plain = log_p.gather(1, targets[:, None])[:, 0]
-        plain_entropy = -(log_p.exp() * log_p).sum(-1)
-        torch.testing.assert_close(logps.double(), plain, rtol=0, atol=1e-5)
-        loss = (logps * d_logps).sum()
-        plain_loss = (plain * d_logps).sum()
-        if with_entropy:
-            torch.testing.assert_close(entropy.double(), plain_entropy, rtol=0, atol=1e-5)
-            loss = loss + (entropy * d_entropy).sum()
-            plain_loss = plain_loss + (plain_entropy * d_entropy).sum()
-        gradients = torch.autograd.grad(loss, (hidden, weight))
-        plain_gradients = torch.autograd.grad(plain_loss, doubles)
-        for gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
-            torch.testing.assert_close(gradient.double(), plain_gradient, rtol=0, atol=1e-4)
+def draw_candidates(targets, vocabulary):
+    """Counts and ids of the candidates of each pair, and which tokens [P, V] are outside.
+
+    The counts are 0, which is the whole vocabulary, to 7; one candidate is the pair's target.
+    """
+    counts = torch.arange(len(targets)) % 8
+    ids = []
+    outside = torch.zeros(len(targets), vocabulary, dtype=torch.bool)
+    for row, (target, count) in enumerate(zip(targets, counts, strict=True)):
+        others = torch.randperm(vocabulary)
+        ids.append(torch.tensor([target, *others[others != target]])[:count])
+        outside[row] = count > 0
+        outside[row, ids[-1]] = False
+    return counts, torch.cat(ids), outside
 
 
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("with_candidates", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("most_kept", [0, 1000])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    ("chunk_columns", "most_kept", "temperature"),
+    [(1, 0, 1.0), (7, 0, 0.7), (7, 1000, 1.0), (1000, 1000, 0.7)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_softmax_among_candidates(monkeypatch, exact, most_kept, dtype):
-    """Equals the softmax of their logits alone, in values, entropies and gradients."""
-    if exact and not most_kept:
-        pytest.skip("the backward pass is the one of inexact scores")
+def test_a_head_equals_log_softmax(
+    monkeypatch,
+    is_special,
+    with_candidates,
+    exact,
+    with_entropy,
+    chunk_columns,
+    most_kept,
+    temperature,
+    dtype,
+):
+    """In values, entropies and gradients. A special head has a bias and a cap."""
     monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * 37)
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * 37)
     torch.manual_seed(0)
-    hidden = torch.randn(23, 8).to(dtype).requires_grad_()
-    weight = torch.randn(37, 8).to(dtype).requires_grad_()
+    factors = [torch.randn(23, 8), torch.randn(37, 8), torch.randn(37)][: 2 + is_special]
+    factors = [factor.to(dtype).requires_grad_() for factor in factors]
     targets = torch.randint(37, (23,))
-    # The counts are 0, which is the whole vocabulary, to 7; a candidate of each pair is its target.
-    ids = [
-        torch.tensor([target, *others[others != target][: count - 1]])[:count]
-        for target, others, count in zip(
-            targets, torch.rand(23, 37).argsort(), torch.arange(23) % 8, strict=True
-        )
-    ]
-    counts = torch.tensor([len(x) for x in ids])
-    logps, entropy = head_scores(
-        HeadInputs(hidden, weight, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids))),
-        targets,
-        with_entropy=True,
-        exact=exact,
-    )
-    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    plain, plain_entropy = [], []
-    for row, target, candidates in zip(doubles[0], targets, ids, strict=True):
-        logits = doubles[1] @ row / 0.7
-        among = logits if not len(candidates) else logits[candidates]
-        log_p = among.log_softmax(-1)
-        plain.append(logits[target] - among.logsumexp(-1))
-        plain_entropy.append(-(log_p.exp() * log_p).sum())
-    expected = torch.stack([*plain, *plain_entropy])
-    scores = torch.cat([logps, entropy])
+    outside, mask = torch.zeros(23, 37, dtype=torch.bool), None
+    if with_candidates:
+        counts, ids, outside = draw_candidates(targets, 37)
+        mask = CandidateMask.of(counts, ids)
+    special = {"bias": factors[2], "cap": 2.5} if is_special else {}
+    head = HeadInputs(*factors[:2], temperature, candidates=mask, **special)
+    logps, entropy = head_scores(head, targets, with_entropy, exact=exact)
+    doubles = [factor.detach().double().requires_grad_() for factor in factors]
+    logits = doubles[0] @ doubles[1].T
+    if is_special:
+        logits = 2.5 * ((logits + doubles[2]) / 2.5).tanh()
+    log_p = (logits / temperature).masked_fill(outside, -1e9).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
+    scores = logps
+    assert (entropy is not None) == with_entropy
+    if with_entropy:
+        scores = torch.cat([logps, entropy])
+        expected = torch.cat([expected, -(log_p.exp() * log_p).sum(-1)])
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
-    factor = torch.randn(46)
-    gradients = torch.autograd.grad((scores * factor).sum(), (hidden, weight))
-    expected = torch.autograd.grad((expected * factor).sum(), doubles)
-    for gradient, right in zip(gradients, expected, strict=True):
-        tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-        assert (gradient.double() - right).norm() < tolerance * right.norm()
+    factor = torch.randn(len(scores))
+    gradients = torch.autograd.grad((scores * factor).sum(), factors)
+    right = torch.autograd.grad((expected * factor).sum(), doubles)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient.double() - other).norm() < tolerance * other.norm()
 
 
 def bf16_head(num_pairs=40, vocabulary=3000, seed=0):

@@ -6,26 +6,18 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, make_critic, make_model, write_letter_task
+from common import ROOT, make_gpt2, make_model, write_letter_task
 from parity import worker_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoTokenizer
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.folder import check_model
-from rl2.parallel.mesh import init_distributed
 from rl2.ppo_setup import set_up
 from rl2.worker import Worker
-
-
-@pytest.fixture
-def device():
-    """Yields the device of a process group with one process."""
-    yield init_distributed()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -181,14 +173,6 @@ def test_layers_that_predict_several_tokens_are_named(tmp_path, device, capfd, f
     assert f"{name}: transformers ignores {key}; an export lacks them" in capfd.readouterr().out
 
 
-def make_gpt2(folder):
-    """Saves a GPT-2, which has Conv1D in the place of linear layers, and returns its path."""
-    name = make_model(folder)  # its tokenizer
-    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
-    AutoModelForCausalLM.from_config(config).save_pretrained(name)
-    return name
-
-
 def test_masks_in_the_files_of_gpt2_are_allowed(tmp_path, device, capfd):
     """Its first files hold the body alone, with masks."""
     name = make_gpt2(tmp_path / "model")
@@ -249,13 +233,6 @@ def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path, device, targ
     settings = worker_config(name, lora_rank=2, lora_targets=targets)
     with pytest.raises(ValueError, match="lora_rank=2: GPT2LMHeadModel has no linear layer"):
         Worker(settings, device, False, 4)
-
-
-def test_a_reward_model_with_other_weights_is_refused(tmp_path, device):
-    name = make_critic(make_model(tmp_path / "model"))
-    write_files(name, {**read_files(name), "score.bias": torch.ones(1)})
-    with pytest.raises(ValueError, match="lacks score.bias"):
-        Worker(worker_config(name), device, True, 4)
 
 
 def test_a_quantized_model_is_refused_before_the_rows_are_read(tmp_path):
