@@ -211,7 +211,7 @@ def fail_to_sync(rank: int) -> None:
 def check_full_disks(runs: ForkedRuns, folder: Path) -> None:
     """One message with the path. The checkpoint before it stands, and a new launch goes on."""
     fill = partial(fill_disk, module=Checkpoints, name="save", call=2)
-    fill_at_export = partial(fill_disk, module=Worker, name="export", call=1)
+    fill_at_export = partial(fill_disk, module=Worker, name="_save_model", call=1)
     cases = [
         ("full_checkpoint", 2, fill, "checkpoints/step_2", [1, 1]),
         ("full_metrics", 1, fail_to_sync, "metrics.jsonl", [1]),

@@ -1,6 +1,7 @@
 """Large data: read, checked and tokenised by one process of a node, and mapped by all of them."""
 
 import datetime
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -237,6 +238,18 @@ def test_one_process_builds_and_the_next_one_takes_over_if_it_is_killed(tmp_path
         assert process.exitcode == 0
     assert len(list(builders.iterdir())) == 2  # one of them has built
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".arrow", ".lock"]
+
+
+def test_a_file_is_hashed_once_until_it_changes(cache, tmp_path, monkeypatch):
+    digests = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *a: digests.append(a) or digest(*a))
+    path = write(tmp_path / "a.jsonl", make_rows())
+    first = hash_data(path)
+    load_rows(path)
+    assert hash_data(path) == first and len(digests) == 1
+    write(tmp_path / "a.jsonl", make_rows()[1:])
+    assert hash_data(path) != first and len(digests) == 2
 
 
 def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):

@@ -366,8 +366,7 @@ def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_a
     arguments = [
         "ppo",
         *setup,
-        f"teacher.model_name={make_model(tmp_path / 'teacher', seed=1, hidden_size=48)}",
-        "teacher.kl=full",
+        f"teacher.model_name={make_model(tmp_path / 'teacher', seed=1)}",
         "kl.coef=0.01",
         "kl.type=reward",
         "kl.update_freq=2",
@@ -393,6 +392,47 @@ def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_a
     last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
     assert read_untimed_metrics(tmp_path / "resumed") == last_lines
     assert same_weights(tmp_path / "resumed/model", tmp_path / "run/model")
+
+
+@pytest.mark.nightly
+def test_the_kl_from_a_teacher_over_the_whole_vocabulary_falls(setup, tmp_path):
+    """transformers gives the KL of step 1."""
+    teacher = make_model(tmp_path / "teacher", seed=1, hidden_size=48)
+    arguments = [
+        "ppo",
+        *setup,
+        f"teacher.model_name={teacher}",
+        "teacher.kl=full",
+        "adv.estimator=distillation",
+        "actor.loss=reinforce",
+        "rollout.train_sampling_params.top_p=0.9",
+        "trainer.save_tokens=true",
+        "trainer.max_steps=6",
+    ]
+    whole = [word for word in arguments if "top_p" not in word]
+    one_step = ["trainer.max_steps=1", f"trainer.save_dir={tmp_path / 'whole'}"]
+    launch_runs(2, [arguments, [*whole, *one_step]])
+    metrics = read_metrics(tmp_path / "run")
+    divergences = [line["actor/teacher_kl"] for line in metrics]
+    assert divergences[-1] < 0.7 * divergences[0], divergences
+
+    tokens = load_file(tmp_path / "whole/rollouts/train/step_1.safetensors")
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype="float32")
+        for name in (tmp_path / "tiny", teacher)
+    ]
+    expected = []
+    ends = tokens["length"].cumsum(0).tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        is_trained = tokens["mask"][start:end].bool()[1:]
+        with torch.no_grad():
+            log_p, log_q = [
+                model(tokens["tokens"][None, start:end].long()).logits[0, :-1].log_softmax(-1)
+                for model in models
+            ]
+        expected.append((log_p.exp() * (log_p - log_q)).sum(-1)[is_trained])
+    [line] = read_metrics(tmp_path / "whole")
+    assert line["actor/teacher_kl"] == pytest.approx(torch.cat(expected).mean().item(), rel=1e-4)
 
 
 def test_a_teacher_with_other_tokens_is_refused(setup, tmp_path):

@@ -62,6 +62,18 @@ def test_a_developer_is_shown(tmp_path, name):
     assert text.count("Be brief.") == 1
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3", "llama3", "gemma3"])
+def test_a_late_system_message_is_shown_or_refused(tmp_path, name):
+    late = {"role": "system", "content": "Now in French."}
+    row = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER, late, USER]}
+    try:
+        [(text, _)] = read(tmp_path, row, name, PROMPT_ROWS)
+    except ValueError as error:
+        assert "messages[3]" in str(error) or "refuses" in str(error)
+    else:
+        assert text.count("Now in French.") == 1
+
+
 def chatml_with(source):
     """ChatML's tokenizer with another template."""
     template = make_template("chatml")
