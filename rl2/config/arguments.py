@@ -90,7 +90,7 @@ def take_file(root: type, path: Path, arguments: Arguments) -> None:
         arguments.problems.append(Problem("--config-name", str(path), text))
         return
     values = dict(flatten(tree))
-    dropped = [name for name in values if is_dropped(root, name)]
+    dropped = [name for name in values if explain_dropped_key(root, name)]
     if dropped:
         text = f"{path} is of an earlier release: {', '.join(dropped)} are ignored"
         arguments.warnings.append(general_problem(text))
@@ -134,11 +134,7 @@ def take_keys(
 def note_key(root: type, name: str, value: Any, arguments: Arguments, source: str = "") -> bool:
     """Whether there is a key; notes that it is set. Else notes what to write instead."""
     known = schema_keys(root)
-    problem = (
-        explain_dropped(name)
-        or explain_dropped(f"{name}={show_value(value)}")
-        or explain_dropped(section_of(root, name))
-    )
+    problem = explain_dropped_key(root, name) or explain_dropped(f"{name}={show_value(value)}")
     if not problem and declared_key(name) not in known:
         if name == KEY and has_presets(known):
             return True
@@ -150,12 +146,7 @@ def note_key(root: type, name: str, value: Any, arguments: Arguments, source: st
     return not problem
 
 
-def section_of(root: type, name: str) -> str:
-    """The section of a key in a trainer's config, as the table of dropped ones has it."""
+def explain_dropped_key(root: type, name: str) -> str:
+    """Says that a trainer no longer has the key, or its section; "" if it never had."""
     [trainer] = [trainer for trainer, kind in TRAINER_CONFIGS.items() if issubclass(root, kind)]
-    return f"{trainer} {name.partition('.')[0]}.*"
-
-
-def is_dropped(root: type, name: str) -> bool:
-    """Whether an earlier release had the key."""
-    return bool(explain_dropped(name) or explain_dropped(section_of(root, name)))
+    return explain_dropped(name) or explain_dropped(f"{trainer} {name.partition('.')[0]}.*")

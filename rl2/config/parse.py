@@ -112,7 +112,7 @@ class Draft:
     """A config before its checks."""
 
     arguments: Arguments
-    config: Any = None  # None if Hydra cannot compose it
+    config: Any = None  # None if Hydra cannot compose it, or is not asked
     # Of the keys without a value; in `config` they are empty texts.
     missing: list[Problem] = field(default_factory=list)
 
