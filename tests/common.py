@@ -237,7 +237,7 @@ def make_critic(name) -> str:
 def pack_rows(rows) -> Rows:
     """Rows that Python code has made, as though they were those of a file called "the data"."""
     located_rows = ((f"the data, row {number}", row) for number, row in enumerate(rows, 1))
-    batches = check_rows("the data", located_rows, None, {})
+    batches = check_rows("the data", located_rows, None, {}, is_hub=False)
     return Rows(pyarrow.Table.from_batches(batches, ROWS_SCHEMA), "the data", None)
 
 

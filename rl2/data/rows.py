@@ -39,8 +39,7 @@ LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 
-# A row as its format gives it: one of JSON is still text, one of a columnar file is a slice, and
-# one of csv or of the hub is a dict.
+# A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
 RawRow = Any
 NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
 LocatedRow = tuple[str, RawRow]  # (its file and number, the row)
@@ -86,7 +85,7 @@ def load_rows(
 
     def build() -> Iterator[pyarrow.RecordBatch]:
         located_rows = itertools.islice(_read_rows(path, source), limit)
-        return check_rows(path, located_rows, read, columns)
+        return check_rows(path, located_rows, read, columns, is_hub=not isinstance(source, list))
 
     rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
@@ -179,6 +178,7 @@ def check_rows(
     located_rows: Iterator[LocatedRow],
     read: Callable[[dict], ReadRow] | None,
     columns: dict[str, str],
+    is_hub: bool,
 ) -> Iterator[pyarrow.RecordBatch]:
     """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
     problems: dict[str, list[str]] = defaultdict(list)
@@ -192,7 +192,7 @@ def check_rows(
         for location, raw_row in chunk:
             try:
                 given = rename_columns(_unpack_row(raw_row), columns)
-                row = _parse_row(given, not isinstance(raw_row, str))
+                row = _parse_row(given, is_hub or isinstance(raw_row, pyarrow.RecordBatch))
                 for column in PARSED_COLUMNS:
                     if column != "tools" and isinstance(row.get(column), list):
                         firsts = texts if isinstance(given[column], str) else lists
@@ -402,7 +402,7 @@ def _read_json(file: Path) -> Iterator[NumberedRow]:
         if file.suffix == ".json":
             text = lines.read()
             if text.lstrip().startswith("["):
-                yield from enumerate(map(json.dumps, _parse_json(text, "list of rows")), 1)
+                yield from enumerate(_parse_json(text, "list of rows"), 1)
                 return
             lines.seek(0)
         for number, line in enumerate(lines, 1):
