@@ -85,12 +85,14 @@ class Inputs:
         return {**self.values, **paths}
 
     def write(self, run_folder: Path) -> None:
-        """Writes the files.
+        """Writes the files that are not there yet.
 
         The folder need not be locked: what has the name of a file has its content.
         """
         for file in self.files.values():
             path = file.path(run_folder)
+            if path.exists():
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(file.text, encoding="utf-8")
