@@ -66,8 +66,9 @@ class Env:
         self._sessions = Sessions(spec.functions())
         self.open_keys: set[Key] = set()  # of trajectories with an open object
         cleanup.register(self.close, at_exit=False)
-        # At the end of a process, threads are left alone: one that wakes up then may crash Python.
-        cleanup.register(self._close_objects, at_exit=self.has_object)
+        if self.has_object:
+            # A process that ends leaves threads alone: one that wakes up then may crash Python.
+            cleanup.register(self._close_objects)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
         """Returns the prompt of a trajectory.

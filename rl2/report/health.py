@@ -5,6 +5,7 @@ the steps that have it, and stops a run that has diverged.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Health:
         self.config = config
         self.start_step = start_step
         self.num_steps = 0  # so far, in this process
-        self.step_counts: dict[str, int] = {}  # by the name of the problem
+        self.step_counts: Counter[str] = Counter()  # by the name of the problem
         self.num_empty_steps = 0  # in a row, without a group to train
         self.gradients = {"actor": Gradients(), "critic": Gradients()}
 
@@ -76,7 +77,7 @@ class Health:
         for problem in problems:
             if problem.name not in self.step_counts:
                 sentences.append(f"step {step} {problem.name}: {problem.reason}")
-            self.step_counts[problem.name] = self.step_counts.get(problem.name, 0) + 1
+            self.step_counts[problem.name] += 1
         return sentences
 
     def summary(self, lines: list[dict[str, Any]]) -> list[str]:

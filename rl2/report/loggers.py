@@ -224,8 +224,9 @@ class MetricsLog:
 
     def _print(self, sentences: list[str]) -> None:
         """Prints the sentences on the first process."""
-        for sentence in sentences if self.file is not None else []:
-            print(sentence)
+        if self.file is not None:
+            for sentence in sentences:
+                print(sentence)
 
 
 def measure_peak_gib() -> float:
