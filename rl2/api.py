@@ -109,7 +109,7 @@ def train(
     KeyboardInterrupt. Whatever ends the run, signal handlers, environment variables and torch's
     random numbers are then as before, and another run may follow.
 
-    ValueError lists all problems of the arguments. RuntimeError if the run cannot go on, or if this
+    ValueError lists the problems of the arguments. RuntimeError if the run cannot go on, or if this
     process has a run or a process group already.
     """
     from rl2.config.schema import TRAINER_CONFIGS  # here, so that `import rl2` is fast
