@@ -1,4 +1,4 @@
-"""What --help prints: the usual keys on a screen, or every key of a section in full.
+"""What --help prints: the sections of a trainer, or every key of a section in full.
 
 It is answered before a trainer is imported, which takes seconds: nothing here imports torch.
 """
@@ -20,21 +20,6 @@ from rl2.config.values import get_value, show_value
 from rl2.error_report import print_answer
 from rl2.output import outlive_readers
 from rl2.parallel.rank import is_first_rank
-
-# The keys of the short help, of the trainers that have them.
-COMMON = """
-data.path data.test_path data.max_length data.prompts_per_rollout data.responses_per_prompt
-data.batch_size actor.model_name actor.fsdp_size actor.sp_size actor.max_length_per_device
-actor.gradient_checkpointing actor.lora_rank actor.lr actor.update_per_rollout actor.loss actor.clip
-actor.average rollout.env_path rollout.max_turns rollout.engine rollout.num_processes
-rollout.train_sampling_params.temperature rollout.train_sampling_params.max_new_tokens
-rollout.filter kl.coef kl.type adv.estimator adv.norm_var dpo.beta dpo.loss
-trainer.experiment_name trainer.n_epochs trainer.max_steps trainer.save_dir trainer.save_freq
-trainer.resume trainer.test_freq
-""".split()
-# Of a reward model, which has no actor.
-COMMON_OF_RM = [name.replace("actor.", "critic.") for name in COMMON]
-HELP_COLUMN = 40  # where the explanations of the short help begin
 
 
 def answer_trainer(name: str) -> None:
@@ -62,10 +47,10 @@ def answer_help(root: type, argv: list[str]) -> None:
 
 
 def describe(root: type, argv: list[str]) -> str:
-    """The help of the sections or keys that the arguments name, or the short one."""
+    """The help of the sections or keys that the arguments name, or of the trainer."""
     topics = [word for word in argv if not word.startswith("-") and "=" not in word]
     if not topics:
-        return explain_common(root)
+        return explain_usage(root)
     if topics == [KEY] and has_presets(schema_keys(root)):
         return explain_presets()
     return "\n\n".join(explain(root, topic) for topic in topics)
@@ -90,28 +75,21 @@ def explain(root: type, topic: str = "all") -> str:
     return "\n".join(lines).strip("\n")
 
 
-def explain_common(root: type) -> str:
-    """The short help: the most used keys, one line each, and how to see more."""
+def explain_usage(root: type) -> str:
+    """The short help: how to start the trainer, its sections, and how to see their keys."""
     known = schema_keys(root)
     sections = [name for name in known if "." not in name]
-    common = COMMON if "actor" in known else COMMON_OF_RM
+    required = " ".join(f"{name}=..." for name, key in known.items() if key.default == MISSING)
     trainer = f"rl2.trainer.{root.__name__.removesuffix('Config').lower()}"
     lines = [
-        f"torchrun --nproc_per_node=N -m {trainer} key=value ...",
-        f"python -m {trainer} key=value ...    (one process)",
+        f"torchrun --nproc_per_node=N -m {trainer} {required} key=value",
+        f"python -m {trainer} ... is one process. The sections of keys:",
+        *(f"  {name:10} {known[name].help}" for name in sections),
+        f"--help {sections[0]} lists the keys of one, --help SECTION.KEY explains one; or --help all",
     ]
-    for name, key in known.items():
-        if name in sections:
-            lines.append(f"{name}: {key.help}")
-        elif name in common:
-            start = f"  {name}={_default(root, name)}".ljust(HELP_COLUMN) + "  "
-            short_help = _with_choices(key.help.split(";")[0], key)
-            space = _width() - len(start)
-            lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     if has_presets(known):
         lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")
     lines += [
-        f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
         "--cfg job prints the config; --multirun KEY=A,B runs a job for each value",
         "--config-dir DIR --config-name NAME starts from a YAML file; rl2 plan predicts the memory",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
