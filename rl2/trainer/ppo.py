@@ -31,26 +31,24 @@ from rl2.parallel.worlds import is_sampler
 from rl2.recorder import is_due
 from rl2.rollout.stats import (
     add_ages,
-    add_token_columns,
     mask_truncated,
     reward_parts,
     summarise_step,
-    to_records,
     training_samples,
 )
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun
+from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, StepResult
 
 
 def train(run: PPORun) -> None:
     run.begin()
     for step in run.recorder.remaining_steps():
-        if train_step(run, step):
+        if run.finish_step(step, train_step(run, step)):
             break
 
 
-def train_step(run: PPORun, step: int) -> bool:
-    """Samples a rollout and trains on it: the whole algorithm. Returns whether to stop here.
+def train_step(run: PPORun, step: int) -> StepResult:
+    """Samples a rollout and trains on it: the whole algorithm.
 
     Every process that trains holds the same `batch`, in host memory, and runs the same lines. The
     workers and engines split the work of forward, backward and generate.
@@ -121,9 +119,7 @@ def train_step(run: PPORun, step: int) -> bool:
     run.wait_for_samplers()
     with recorder.phase("sync"):
         run.sync(step)
-    if run.tokens:
-        add_token_columns(run.tokens, batch)
-    return recorder.finish_step(step, metrics, to_records(trajectories, batch), run.tokens)
+    return StepResult(trajectories, batch, metrics)
 
 
 def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from rl2.batch import Batch
 from rl2.config.conditions import (
     choose_exactness,
     has_full_kl,
@@ -34,6 +35,7 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
+from rl2.rollout.stats import add_token_columns, to_records
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.signals import find_stop_signal
 from rl2.worker import Reference, Worker
@@ -53,6 +55,14 @@ class Models:
         """The workers that are updated, by the name of their section."""
         trained = {"actor": self.actor}
         return trained if self.critic is None else trained | {"critic": self.critic}
+
+
+class StepResult(NamedTuple):
+    """What a step of PPO leaves."""
+
+    trajectories: list[Trajectory]
+    batch: Batch  # made of them, with advantages
+    metrics: dict[str, float]
 
 
 class PPORun:
@@ -177,6 +187,13 @@ class PPORun:
         actor = self.actor
         whole = actor.iter_unmerged_weights if self.sends_adapters else actor.iter_full_weights
         self.sampling.verify_weights(whole(actor.dtype), actor.version)
+
+    def finish_step(self, step: int, result: StepResult) -> bool:
+        """Evaluates, logs and saves where that is due. Returns whether to stop here."""
+        if self.tokens:
+            add_token_columns(self.tokens, result.batch)
+        records = to_records(result.trajectories, result.batch)
+        return self.recorder.finish_step(step, result.metrics, records, self.tokens)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
