@@ -99,7 +99,7 @@ class Topic:
 ENVIRONMENT_KEYS = r"env_\w+|endpoint_host|max_turns|max_env_failures|reward_weights|score"
 TOPICS = [
     Topic("Data", r"data\..*"),
-    Topic("Model", r"(actor|critic)\.(model_name|dtype|head_dtype)"),
+    Topic("Model", r"(actor|critic)\.(model_name|dtype)"),
     Topic(
         "Layout and memory",
         r"actor\.(\w+_size|max_\w+_per_device|gradient_checkpointing|compile|share_prompts"

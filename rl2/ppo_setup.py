@@ -247,7 +247,6 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     settings = EngineSettings(
         model_name=config.actor.model_name,
         dtype=compute_dtype(config.actor.dtype, setup.device),
-        head_dtype=getattr(torch, config.actor.head_dtype),
         device=setup.device,
         deterministic=is_deterministic,
         seed=config.trainer.seed,

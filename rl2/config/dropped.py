@@ -8,7 +8,6 @@ EVALUATE = (
 )
 AS_ACTOR = (
     "dtype",
-    "head_dtype",
     "compile",
     "fsdp_size",
     "sp_size",
@@ -50,6 +49,7 @@ DROPPED = {
     "data.few_shot": "the solved examples in the `messages` of the rows, before the question",
     "data.num_few_shot": "the solved examples in the `messages` of the rows, before the question",
     "teacher.hint": "teacher.model_name or teacher.base_url: it reads the prompts of the policy",
+    "head_dtype": "rl2 as it is: logits are computed in float32",
     "data.truncate": "a larger data.max_length, or rows that are cut where their text allows it",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }

@@ -154,11 +154,6 @@ class ModelConfig:
         "dtype of the computation; auto: bfloat16 where it is fast; weights are float32",
         choices=("auto", "float32", "bfloat16"),
     )
-    head_dtype: str = key(
-        "float32",
-        "dtype of the logits, in training and in the engine",
-        choices=("float32", "bfloat16"),
-    )
     compile: bool = key(False, "compile whole layers but for attention; not with tp_size above 1")
     fsdp_size: NonNegativeInt = key(
         0, "processes that share one copy of the model, 0 = all; fewer keep several copies"

@@ -49,9 +49,6 @@ class EngineSettings:
     """of weights, keys and values"""
     device: torch.device
     """of this rank"""
-    head_dtype: torch.dtype = torch.float32
-    """of the logits, or `dtype` if that is finer; the product of hidden states and head is rounded
-    to it"""
     max_running_requests: int = 64
     """requests that one engine decodes at a time; the others wait"""
     deterministic: bool = True

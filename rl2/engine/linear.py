@@ -11,11 +11,11 @@ from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.rounding import ceil_div
 
 
-def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact: bool) -> None:
+def pack_linear_layers(model: Any, max_rows: int, exact: bool) -> None:
     """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
 
     The kernels convert plain weights in every call, which takes 1.25 times as long with 64 rows,
-    twice as long with 8. The head is packed in `head_dtype`, without its bias. `max_rows` is the
+    twice as long with 8. The head is packed in float32, without its bias. `max_rows` is the
     number of rows that the layout is for. With `exact`, a layer stays plain if its packed bits
     differ.
     """
@@ -27,7 +27,7 @@ def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact
     for module in model.modules():
         if type(module) is not nn.Linear:
             continue
-        weight = module.weight.to(head_dtype) if module is head else module.weight
+        weight = module.weight.float() if module is head else module.weight
         if not can_pack(weight.dtype):
             continue
         bias = None if module is head else module.bias
@@ -74,18 +74,18 @@ def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tenso
     return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
-def head_logits(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """hidden [n, E] -> logits [n, V] in `dtype`, the one that a packed head has."""
-    logits = _head_products(head, hidden, dtype)
+def head_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """hidden [n, E] -> logits [n, V] in float32."""
+    logits = _head_products(head, hidden)
     bias = getattr(head, "bias", None)
     return logits if bias is None else logits.add_(bias)
 
 
-def _head_products(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    if hidden.is_cuda and hidden.dtype != dtype:
-        return torch.mm(hidden, head.weight.T, out_dtype=dtype)
+def _head_products(head: nn.Linear, hidden: Tensor) -> Tensor:
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     with exact_factors(hidden.dtype):
-        hidden = hidden.to(dtype)
+        hidden = hidden.float()
         if "forward" in head.__dict__:  # packed
             return head(hidden)
-        return hidden @ head.weight.to(dtype).T
+        return hidden @ head.weight.float().T

@@ -134,7 +134,6 @@ class LocalEngine(Engine):
         self.count = settings.world_size
         self.max_running_requests = settings.max_running_requests
         self.device = settings.device
-        self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
         config = AutoConfig.from_pretrained(settings.model_name)
         model_class = language_model_class(config)
@@ -149,8 +148,8 @@ class LocalEngine(Engine):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.recurrent = find_recurrent_layers(self.model)
         exact = settings.exact and self.recurrent is None  # see TokenModel
-        pack_linear_layers(self.model, self.head_dtype, self.max_running_requests, exact)
-        self.shapes = choose_shapes(settings, self.model, self.head_dtype, exact)
+        pack_linear_layers(self.model, self.max_running_requests, exact)
+        self.shapes = choose_shapes(settings, self.model, exact)
         self.routing: Any = None  # Routing, if choices of experts are told
         if settings.with_experts:
             from rl2.model.moe import Routing
@@ -276,8 +275,7 @@ class LocalEngine(Engine):
             self.loop.close()
 
     def _pack_linear_layers(self) -> None:
-        shapes = self.shapes
-        pack_linear_layers(self.model, self.head_dtype, shapes.num_slots, shapes.exact)
+        pack_linear_layers(self.model, self.shapes.num_slots, self.shapes.exact)
 
     @property
     def in_flight(self) -> int:
@@ -433,9 +431,7 @@ class LocalEngine(Engine):
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
         )
-        logits = head_logits(
-            self.model.get_output_embeddings(), body.last_hidden_state[:, -1], self.head_dtype
-        )
+        logits = head_logits(self.model.get_output_embeddings(), body.last_hidden_state[:, -1])
         if self.logit_cap is not None:
             logits = capped(logits, self.logit_cap)
         return logits if self.logit_divisor == 1.0 else logits / self.logit_divisor

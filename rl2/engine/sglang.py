@@ -436,7 +436,7 @@ def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) 
     arguments = {
         "model_path": settings.model_name,
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "enable_fp32_lm_head": settings.head_dtype == torch.float32,
+        "enable_fp32_lm_head": True,
         "tp_size": settings.tp_size,
         "nccl_port": nccl_port,
         "port": http_port,

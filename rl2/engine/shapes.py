@@ -54,9 +54,7 @@ class Shapes:
         return 0 if self.constant else PREFILL_BATCH_TOKENS
 
 
-def choose_shapes(
-    settings: EngineSettings, model: Any, head_dtype: torch.dtype, exact: bool
-) -> Shapes:
+def choose_shapes(settings: EngineSettings, model: Any, exact: bool) -> Shapes:
     """Chooses the shapes for the equal bits of `settings`. The linear layers are packed already.
 
     With `deterministic` every call has a constant shape: tokens and log-probabilities of a request
@@ -66,13 +64,13 @@ def choose_shapes(
     num_slots = settings.max_running_requests
     constant = settings.deterministic
     if exact:
-        constant = not rows_are_independent(model, head_dtype, num_slots)
+        constant = not rows_are_independent(model, num_slots)
     paged = settings.device.type == "cpu" or settings.deterministic
     return Shapes(num_slots, exact, constant, paged)
 
 
 @torch.inference_mode()
-def rows_are_independent(model: Any, head_dtype: torch.dtype, max_rows: int) -> bool:
+def rows_are_independent(model: Any, max_rows: int) -> bool:
     """Whether a row has the same bits however many rows are computed with it.
 
     In a step of up to `max_rows`, all of whose sizes are tried, and in a prefill, of whose sizes
@@ -96,7 +94,7 @@ def rows_are_independent(model: Any, head_dtype: torch.dtype, max_rows: int) -> 
     steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
     sizes = [*steps, *_prefill_sizes(max_rows, PREFILL_BATCH_TOKENS)]
     for layer in linear_layers.values():
-        compute = partial(head_logits, head, dtype=head_dtype) if layer is head else layer
+        compute = partial(head_logits, head) if layer is head else layer
         # A prefill has no logits.
         if not _is_independent(compute, layer.weight, steps if layer is head else sizes):
             return False

@@ -91,7 +91,7 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
     """Arguments of vLLM's EngineArgs. Those of the user (settings.engine_args) come last."""
     arguments: dict[str, Any] = {
         "model": settings.model_name,
-        "dtype": _dtype_name(settings.dtype),
+        "dtype": str(settings.dtype).removeprefix("torch."),
         "max_num_seqs": settings.max_running_requests,
         "max_model_len": -1,  # the model's, or as much as the cache holds
         "skip_tokenizer_init": True,
@@ -102,9 +102,8 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
         "distributed_executor_backend": "external_launcher",  # the ranks of torchrun are vLLM's
         "logprobs_mode": "processed_logprobs",  # with the temperature
     }
-    head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
-    if head_dtype != settings.dtype:
-        arguments["hf_overrides"] = {"head_dtype": _dtype_name(head_dtype)}
+    if settings.dtype != torch.float32:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if idle_parts(model):
         arguments["language_model_only"] = True  # without the towers
     if settings.device.type == "cpu":
@@ -119,10 +118,6 @@ def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[s
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization * free / total
         arguments["enable_sleep_mode"] = True
     return arguments | settings.engine_args
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_kind(settings: EngineSettings, model: PreTrainedModel) -> None:

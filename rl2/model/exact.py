@@ -79,12 +79,12 @@ def exact_scores(
     and the logits [P, V] before the cap. The last two are None unless they are asked for.
 
     Rows are computed a slice at a time, of about `logits_per_slice` logits. The head is converted
-    to the dtype of the products as a whole, as in the engine.
+    to float32 as a whole, as in the engine.
     """
     missing = max(0, MIN_ROWS - len(hidden))
     factors = hidden.dtype
-    hidden = F.pad(hidden.to(settings.dtype), (0, 0, 0, missing))
-    weight = weight.to(settings.dtype)
+    hidden = F.pad(hidden.float(), (0, 0, 0, missing))
+    weight = weight.float()
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, logits_per_slice // len(weight))
     num_slices = ceil_div(len(hidden), most_rows)

@@ -32,7 +32,6 @@ class HeadInputs:
     hidden: Tensor  # [P, E]
     weight: Tensor  # [V, E], or this process's part of V
     divisor: float = 1.0  # of the logits: the temperature, times the model's own divisor
-    dtype: torch.dtype = torch.float32  # what the products are rounded to, see `head_scores`
     bias: Tensor | None = None  # [V], or this process's part
     cap: float | None = None  # of the logits before their division
     candidates: CandidateMask | None = None  # of `candidate_mask`: each softmax is among these
@@ -40,8 +39,7 @@ class HeadInputs:
     @property
     def settings(self) -> LogitSettings:
         """How the logits are computed."""
-        dtype = torch.promote_types(self.dtype, self.hidden.dtype)
-        return LogitSettings(self.divisor, dtype, self.cap, self.candidates)
+        return LogitSettings(self.divisor, self.cap, self.candidates)
 
 
 def logit_divisor(config: Any) -> float:
@@ -68,9 +66,9 @@ def head_scores(
     """targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
     They are those of softmax(hidden @ weight.T / divisor), among the candidates if there are some:
-    of each target, and of the whole. The products are rounded to `head.dtype`, or to the type of
-    `hidden` if that is finer. In bf16 those between 16 and 32 are multiples of 1/8. The bias [V] is
-    added to them. With a cap a logit x becomes cap * tanh(x / cap), before the division.
+    of each target, and of the whole. The products are in fp32: in bf16 those between 16 and 32
+    would be multiples of 1/8. The bias [V] is added to them. With a cap a logit x becomes cap *
+    tanh(x / cap), before the division.
 
     The entropies are None without `with_entropy`. With `group`, the weight is this process's part
     of the vocabulary; the parts are in order of rank. With `exact` the log-probabilities have the
@@ -144,7 +142,7 @@ class _Head(torch.autograd.Function):
             if kept is None:
                 products = settings.products(hidden, weight, bias, columns)
             else:
-                products = kept[: len(hidden), columns].float()
+                products = kept[: len(hidden), columns]
             logits = settings.finish(products, columns)
             slope = None
             if settings.cap is not None:

@@ -99,7 +99,6 @@ def load_model(
         hf,
         Ring(mesh.sp),
         tp=tp_group,
-        head_dtype=getattr(torch, settings.config.head_dtype),
         exactness=reachable,
         attachments=attachments,
     )

@@ -51,8 +51,6 @@ class LogitSettings:
     """How a head computes its logits: products, plus bias, capped, divided."""
 
     divisor: float
-    dtype: torch.dtype
-    """the products are rounded to it; not coarser than the hidden states"""
     cap: float | None
     """logits x count as cap * tanh(x / cap)"""
     candidates: CandidateMask | None
@@ -63,11 +61,11 @@ class LogitSettings:
     ) -> Tensor:
         """hidden [P, E], weight [V, E], bias [V] -> their products [P, columns] in fp32."""
         weight = weight[columns]
-        if hidden.dtype != self.dtype and device_kind(hidden.device) == "cuda":
-            products = torch.mm(hidden, weight.T, out_dtype=self.dtype)
+        if hidden.dtype != torch.float32 and device_kind(hidden.device) == "cuda":
+            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)
         else:
             with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
-                products = (hidden.to(self.dtype) @ weight.to(self.dtype).T).float()
+                products = hidden.float() @ weight.float().T
         return products if bias is None else products.add_(bias[columns])
 
     def finish(self, products: Tensor, columns: slice) -> Tensor:

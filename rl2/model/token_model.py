@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,8 +52,8 @@ class TokenScores:
 class TokenModel(nn.Module):
     """`hf` with its head replaced by scores of (hidden state, target) pairs.
 
-    Logits [L, V] never exist; `head_dtype` is what those of a chunk are rounded to. The model
-    is always in eval mode: with dropout, the ratio of two probabilities of a token would be noise.
+    Logits [L, V] never exist. The model is always in eval mode: with dropout, the ratio of two
+    probabilities of a token would be noise.
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
@@ -68,7 +67,6 @@ class TokenModel(nn.Module):
         hf: PreTrainedModel,
         ring: Ring,
         tp: dist.ProcessGroup | None = None,
-        head_dtype: torch.dtype = torch.float32,
         exactness: Exactness = Exactness.OFF,
         attachments: Sequence[Attachment] = (),
     ):
@@ -81,7 +79,6 @@ class TokenModel(nn.Module):
         self.hf: Any = hf
         self.ring = ring
         self.tp = tp
-        self.head_dtype = head_dtype
         self.attachments = attachments
         self.repeats_prompts = any(part.repeats_prompts for part in attachments)
         self.iter_weights: Callable[[Read], Iterator[tuple[str, DTensor]]]
@@ -149,7 +146,6 @@ class TokenModel(nn.Module):
             hidden=hidden,
             weight=weight,
             divisor=temperature * self.logit_divisor,
-            dtype=self.head_dtype,
             bias=bias,
             cap=self.logit_cap,
             candidates=candidate_mask(
