@@ -571,9 +571,6 @@ class TrainerConfig:
     keep_checkpoints: PositiveInt | None = key(
         2, "number of newest checkpoints to keep; null = all"
     )
-    max_skipped_updates: PositiveInt | None = key(
-        10, "stop after this many updates in a row without a finite gradient; null = never"
-    )
     resume: str = key(
         "auto",
         "auto, off, force or a checkpoint folder; force or force:FOLDER: also if the experiment "

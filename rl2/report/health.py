@@ -22,6 +22,7 @@ MAX_CUT_FRACTION = 0.5
 GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group" in it.needs]
 # A step without a group in rollout.filter has played all its refills. Three in a row are a problem.
 EMPTY_STEPS = 3
+SKIPPED_UPDATES = 10  # in a row, after which a run stops
 # Of an update's effect: rounding hides the rest. A rate that is too low for bfloat16 is far below.
 MIN_VISIBLE_UPDATE = 0.1
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
@@ -104,7 +105,7 @@ class Health:
     def stop_if_diverged(self) -> None:
         """Stops a run that has diverged or in which rollout.filter leaves nothing to train.
 
-        Raises RuntimeError after trainer.max_skipped_updates skipped updates in a row, or after
+        Raises RuntimeError after SKIPPED_UPDATES skipped updates in a row, or after
         EMPTY_STEPS steps in a row without a group. All processes must call it: they have the same
         metrics and stop at the same step.
         """
@@ -115,13 +116,11 @@ class Health:
                 "data.prompts_per_rollout prompts. If all answers to a prompt earn the same, the "
                 "task is too easy or too hard, or reward_fn is wrong: read the transcripts"
             )
-        limit = self.config.trainer.max_skipped_updates
         for worker, gradients in self.gradients.items():
-            if limit and gradients.num_skipped >= limit:
+            if gradients.num_skipped >= SKIPPED_UPDATES:
                 raise RuntimeError(
                     f"the last {gradients.num_skipped} updates of the {worker} were skipped, since "
-                    f"their gradients were not finite (trainer.max_skipped_updates={limit}). "
-                    f"{self.advise_after_divergence(worker)}"
+                    f"their gradients were not finite. {self.advise_after_divergence(worker)}"
                 )
 
     def advise_after_divergence(self, worker: str) -> str:
