@@ -11,18 +11,16 @@ Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head 
 """
 
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import AttentionInterface
 
-from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
-from rl2.parallel.rank import is_first_rank
-from rl2.progress import expecting, mark
+from rl2.parallel.device import copy_to_device, device_kind
+from rl2.progress import mark
 from rl2.rounding import round_up
 
 aten = torch.ops.aten
@@ -34,18 +32,6 @@ WIDTH_MULTIPLE_TOKENS = 16
 # Up to this size the backward pass of a document runs in fp32 on the CPU: on 160 tokens the bf16
 # kernel took twice as long, on 1,024 tokens the fp32 kernel took 1.4 times as long (AVX512-BF16).
 FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
-
-
-# The kernels that may take the place of FA2, the best first, by the major compute capability.
-NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
-SECONDS_TO_TRY = 600.0
-TRIAL_TOKENS = 200
-# (cu_q, cu_k, causal): what packs, shared prompts and rings ask for.
-TRIAL_BLOCKS = (
-    ([0, 7, 200], [0, 7, 200], True),
-    ([0, 5, 133], [0, 67, 200], False),
-)
-TRIAL_TOLERANCE = 0.02  # of the norm; bf16 rounds to 0.004
 
 
 @dataclass
@@ -180,89 +166,7 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
     return tensor[rows].to(dtype or tensor.dtype).transpose(1, 2)
 
 
-@cache
-def _choose_kernels(
-    num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Lets the newest kernels that work here take the place of torch's own, FlashAttention 2.
-
-    Each kind of heads is tried once. Packages may lack the backward pass, the head size or this
-    GPU, which show only when they compute.
-    """
-    if device == PLANNED_DEVICE or not torch.cuda.is_available():
-        return
-    restore_flash_attention_impl(_raise_warn=False)
-    chosen = "FA2"
-    for name in NEWER_KERNELS.get(torch.cuda.get_device_capability()[0], ()):
-        try:
-            with expecting(SECONDS_TO_TRY):  # FA4 compiles its kernels
-                _try_kernels(name, num_heads, num_key_heads, head_size, dtype, device)
-        except ImportError:  # it is not installed
-            continue
-        except Exception as error:  # a package of another vendor may raise anything
-            _print_once(f"attention kernels: {name} is installed but failed a trial: {error}")
-            continue
-        activate_flash_attention_impl(name)
-        chosen = name
-        break
-    _print_once(f"attention kernels: {chosen}")
-
-
-def _try_kernels(name: str, *heads: Any) -> None:
-    """Computes the trial with the kernels called `name` and with FA2, which is active afterwards.
-
-    Raises what the kernels raise, and ValueError if the results differ by more than rounding.
-    """
-    activate_flash_attention_impl(name)
-    try:
-        inputs = _trial_heads(*heads)
-        results = _compute_trial(*inputs)
-    finally:
-        restore_flash_attention_impl(_raise_warn=False)
-    for result, expected in zip(results, _compute_trial(*inputs), strict=True):
-        difference = (result.float() - expected.float()).norm()
-        # `not <=`, since it may be NaN.
-        if not difference <= TRIAL_TOLERANCE * expected.float().norm():
-            raise ValueError(f"its results differ from those of FA2 by {difference:.2g}")
-
-
-def _print_once(text: str) -> None:
-    if is_first_rank():
-        print(text, flush=True)
-
-
-def _trial_heads(
-    num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the documents in `TRIAL_BLOCKS`, made on the host."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((num_heads,), (num_key_heads,), (num_key_heads,))
-    q, k, v = (
-        torch.randn(TRIAL_TOKENS, *heads, head_size, generator=generator) for heads in shapes
-    )
-    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
-
-
-def _compute_trial(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Out, lse and the gradients of every block of `TRIAL_BLOCKS`."""
-    results = []
-    scale = q.shape[-1] ** -0.5
-    for cu_q, cu_k, causal in TRIAL_BLOCKS:
-        block = Block(cu_q, cu_k, causal)
-        queries = q[: cu_q[-1]]
-        out, lse = _run_forward(queries, k, v, block, scale)
-        # Any gradient of `out` will do.
-        gradients = _backward_cuda(queries, queries, k, v, out, lse, block, scale)
-        results += [out, lse, *gradients]
-    return results
-
-
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    _choose_kernels(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
-    return _run_forward(q, k, v, block, scale)
-
-
-def _run_forward(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     return_mask = False
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, *block.varlen(q.device), NO_DROPOUT, block.causal, return_mask, scale=scale
