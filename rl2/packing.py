@@ -7,7 +7,6 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
@@ -17,9 +16,6 @@ from rl2.batch import Batch, Pack, scored_spans
 from rl2.rounding import ceil_div
 
 Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
-Rows = tuple[int, ...]
-# Plans that are kept: those of a batch and of its mini-batches, which several workers ask for.
-KEPT_PLANS = 16
 
 
 @dataclass
@@ -66,36 +62,7 @@ def plan_micro_batches(
     spans = scored_spans(batch)
     numbers = batch.group.tolist()
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    bins = _plan_bins(
-        tuple(_rows_by_prompt(batch, spans, order, share_prompts)),
-        tuple(spans),
-        tuple(numbers),
-        budget,
-        num_ranks,
-        attention_cost,
-        keep_groups_together,
-        repeats_prompts,
-    )
-    rows = [list(bin_rows) for bin_rows in bins]
-    return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
-
-
-@lru_cache(KEPT_PLANS)
-def _plan_bins(
-    groups: tuple[Rows, ...],
-    spans: tuple[Span, ...],
-    numbers: Rows,
-    budget: int,
-    num_ranks: int,
-    attention_cost: float,
-    keep_groups_together: bool,
-    repeats_prompts: bool,
-) -> list[list[int]]:
-    """The rows of each bin, the costliest bin first.
-
-    `groups` are the rows of each prompt and `numbers` is the group of each row. The values are the
-    key of the cache, so the workers share a plan in infer and update, whatever batch it is for.
-    """
+    groups = _rows_by_prompt(batch, spans, order, share_prompts)
     if keep_groups_together:
         units = _cut_groups(groups, spans, budget, attention_cost, repeats_prompts)
         units = _merge_groups(units, numbers)
@@ -111,12 +78,13 @@ def _plan_bins(
             candidates.append(_fill_bins(units, num_ranks, budget, "sequence"))
         # Bins are in order of cost, so the first one of a micro-batch is its slowest.
         bins = min(candidates, key=lambda bins: sum(bin_.cost for bin_ in bins[::num_ranks]))
-    return [bin_.rows for bin_ in bins]
+    rows = [bin_.rows for bin_ in bins]
+    return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
 
 
 def _rows_by_prompt(
     batch: Batch, spans: Sequence[Span], rows: Iterable[int], share_prompts: bool
-) -> list[Rows]:
+) -> list[list[int]]:
     """The `rows` with a trained token; those that follow each other and share a prompt together."""
     trained_rows = [row for row in rows if spans[row][1] > 0]
 
@@ -124,12 +92,12 @@ def _rows_by_prompt(
         return int(batch.group[row]), batch.inputs[row, : spans[row][0]].numpy().tobytes()
 
     if not share_prompts:
-        return [(row,) for row in trained_rows]
-    return [tuple(group) for _, group in groupby(trained_rows, prompt)]
+        return [[row] for row in trained_rows]
+    return [list(group) for _, group in groupby(trained_rows, prompt)]
 
 
 def _cut_groups(
-    groups: Iterable[Rows],
+    groups: Iterable[list[int]],
     spans: Sequence[Span],
     limit: int,
     attention_cost: float,
@@ -161,7 +129,7 @@ def _make_unit(
     return Bin(tokens + attention_cost * pairs, tokens, rows)
 
 
-def _merge_groups(units: list[Bin], numbers: Rows) -> list[Bin]:
+def _merge_groups(units: list[Bin], numbers: list[int]) -> list[Bin]:
     """One unit a group. It had several where its rows have different prompts."""
     merged: dict[int, Bin] = defaultdict(Bin)
     for unit in units:
