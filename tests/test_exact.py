@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -259,14 +260,17 @@ def test_they_are_equal_among_what_top_p_and_top_k_leave(models, params):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype):
-    """Answers of uneven lengths in steps of all slots, and in steps of the busy ones."""
+def test_free_slots_and_common_prefills_change_no_bit(models, monkeypatch, dtype):
+    """Answers of uneven lengths in steps of all slots, and in steps of the busy ones.
+
+    With constant shapes each of the five prompts is prefilled alone.
+    """
     skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
     prompts = [list(range(3, 10 + i % 5)) for i in range(60)]
     settings = EngineSettings(
         models("llama"), getattr(torch, dtype), CPU, max_running_requests=40, exact=True
     )
-    results, rows = [], []
+    results, rows, prefills = [], [], []
     for has_constant_shapes in (True, False):
         engine = LocalEngine(settings)
         assert not engine.shapes.constant
@@ -277,6 +281,9 @@ def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype
             rows[-1].append(len(tokens))
             return decode(tokens, positions)
 
+        prefill = mock.Mock(wraps=engine._prefill)
+        prefills.append(prefill)
+        monkeypatch.setattr(engine, "_prefill", prefill)
         monkeypatch.setattr(engine, "_decode", count_rows)
         rows.append([])
         params = [SamplingParams(max_new_tokens=1 + i * 7 % 30) for i in range(60)]
@@ -289,48 +296,9 @@ def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype
         results.append([(answer.tokens, answer.logps) for answer in answers])
         engine.close()
     assert results[0] == results[1]
+    assert [prefill.call_count for prefill in prefills] == [5, 1]
     assert set(rows[0]) == {40}
     assert min(rows[1]) == 16 and max(rows[1]) == 40 and sum(rows[1]) < 0.8 * sum(rows[0])
-
-
-@pytest.mark.parametrize(
-    "family, dtype",
-    [("llama", "float32"), ("mistral with a window", "bfloat16")],
-)
-def test_prompts_are_prefilled_together_and_change_no_bit(models, family, dtype):
-    """Alone, and among others with which they begin, or only some of their tokens, or none."""
-    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
-    generator = torch.Generator().manual_seed(0)
-    prompts = []
-    for length in (0, 20, 90):  # which four prompts begin with
-        beginning = torch.randint(3, 98, (length,), generator=generator).tolist()
-        for own in (1, 2, 40, 70):
-            prompts.append(beginning + torch.randint(3, 98, (own,), generator=generator).tolist())
-    settings = EngineSettings(
-        models(family), getattr(torch, dtype), CPU, max_running_requests=24, exact=True
-    )
-    engine = LocalEngine(settings)
-    num_forwards = 0
-
-    def count_forwards(*_):
-        nonlocal num_forwards
-        num_forwards += 1
-
-    engine.model.base_model.register_forward_pre_hook(count_forwards)
-    seeds = [(0, i) for i in range(len(prompts))]
-
-    def answer(chosen):
-        answers = play(
-            engine, [prompts[i] for i in chosen], [seeds[i] for i in chosen], max_new_tokens=5
-        )
-        return {i: (out.tokens, out.logps) for i, out in zip(chosen, answers, strict=True)}
-
-    everything = range(len(prompts))
-    together = answer(everything)
-    assert num_forwards == 1 + 5, "a prefill and five steps"
-    for chosen in (range(4, 8), range(8, 12), *([i] for i in everything)):
-        assert answer(chosen).items() <= together.items()
-    engine.close()
 
 
 def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkeypatch):
