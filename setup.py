@@ -37,7 +37,7 @@ setup(
         "transformers>=5.12.1,<5.24",
         "accelerate>=1.10,<2",
         "aiohttp>=3.14.1",
-        "datasets>=4.0,<6",
+        "datasets>=4.4,<6",
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "numpy",

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
 
-import pyarrow
 import torch
 import transformers
 import yaml
@@ -33,7 +32,8 @@ from transformers import (
 from rl2.algorithms.advantages import AdvantageInputs
 from rl2.algorithms.losses import PolicyInputs, PreferenceInputs, UnpairedInputs
 from rl2.batch import Sample
-from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
+from rl2.data.rows import Rows, check_rows
+from rl2.data.store import make_table
 from rl2.tools.replay import TIMED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,8 +237,8 @@ def make_critic(name) -> str:
 def pack_rows(rows) -> Rows:
     """Rows that Python code has made, as though they were those of a file called "the data"."""
     located_rows = ((f"the data, row {number}", row) for number, row in enumerate(rows, 1))
-    batches = check_rows("the data", located_rows, None, {}, is_hub=False)
-    return Rows(pyarrow.Table.from_batches(batches, ROWS_SCHEMA), "the data", None)
+    checked = check_rows("the data", located_rows, None, {}, is_hub=False)
+    return Rows(make_table(None, lambda: checked, "read"), "the data", None)
 
 
 def check_adapter(model_class, name, folder):

@@ -12,7 +12,6 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import pyarrow
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
@@ -27,16 +26,10 @@ from rl2.data.formats import (
 from rl2.data.messages import abbreviate, is_trained
 from rl2.data.probe import find_unshown
 from rl2.data.rows import Rows, check_problems
-from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
+from rl2.data.store import make_table, table_key
 from rl2.parallel.rank import is_first_rank
 
-TOKENS_SCHEMA = pyarrow.schema(
-    {
-        "tokens": pyarrow.list_(pyarrow.list_(pyarrow.int32())),  # of each sequence of a row
-        "masks": pyarrow.list_(pyarrow.list_(pyarrow.int8())),  # 1 = trained; empty for prompts
-        "length": pyarrow.int32(),  # of the longest sequence
-    }
-)
+ROWS_PER_BATCH = 1000  # of a call of the tokenizer
 
 # The text of a conversation up to where a reply begins, and with the reply.
 RenderedReply = tuple[str, str]
@@ -96,7 +89,7 @@ class Examples:
         if rows.key:
             key = table_key(rows.key, pickle.dumps(kind), template.dependencies())
         title = f"tokenise {rows.path}"
-        self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
+        self.table = make_table(key, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
         self.kept = np.flatnonzero(token_counts <= max_length)  # indices of rows, ascending
@@ -127,7 +120,8 @@ class Examples:
 
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
-        return Example(index, self.rows[index], self._sequences(index), self.source)
+        sequences = pickle.loads(self.table["sequences"][index].as_buffer())
+        return Example(index, self.rows[index], sequences, self.source)
 
     def _print_unshown(self) -> None:
         """Prints what the chat template does not show. ValueError names rows that are refused."""
@@ -154,8 +148,8 @@ class Examples:
         replies = zip(token_lists[::2], token_lists[1::2], strict=True)
         return self.template.training_sequences(list(replies))
 
-    def _tokenize(self) -> Iterator[pyarrow.RecordBatch]:
-        """The sequences in batches. In the end ValueError lists the rows that are refused."""
+    def _tokenize(self) -> Iterator[dict]:
+        """The rows of the table. In the end ValueError lists the rows that are refused."""
         problems: dict[str, list[str]] = defaultdict(list)
         for start in range(0, len(self.rows), ROWS_PER_BATCH):
             texts_by_row = []
@@ -169,21 +163,13 @@ class Examples:
                 continue  # only more problems matter now
             # One call tokenises all texts: fast tokenizers share them among threads.
             token_lists = iter(self.template.tokenize(list(chain.from_iterable(texts_by_row))))
-            packed = []
             for texts in texts_by_row:
-                row_tokens = list(islice(token_lists, len(texts)))
-                tokens, masks = zip(*self._join(row_tokens), strict=True)
-                packed.append({"tokens": tokens, "masks": masks, "length": max(map(len, tokens))})
-            yield pyarrow.RecordBatch.from_pylist(packed, TOKENS_SCHEMA)
+                sequences = self._join(list(islice(token_lists, len(texts))))
+                yield {
+                    "sequences": pickle.dumps(sequences),
+                    "length": max(len(tokens) for tokens, _ in sequences),
+                }
         check_problems(self.rows.path, problems)
-
-    def _sequences(self, index: int) -> TrainedSequences:
-        """The sequences of a row."""
-
-        def read_lists(column: str) -> list[list[int]]:
-            return [part.values.to_numpy().tolist() for part in self.table[column][index].values]
-
-        return list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))

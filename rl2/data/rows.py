@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,7 @@ import pyarrow.parquet
 
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate, describe_form
-from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
+from rl2.data.store import make_table, table_key
 from rl2.parallel.rank import is_first_rank
 
 MAX_LISTED_PROBLEMS = 5
@@ -44,12 +44,6 @@ RawRow = Any
 NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
 LocatedRow = tuple[str, RawRow]  # (its file and number, the row)
 Source = list[Path] | Any  # data files, or a data set of the hub
-ROWS_SCHEMA = pyarrow.schema(
-    {
-        "row": pyarrow.large_binary(),  # pickled: JSON lacks some values that columns may have
-        "location": pyarrow.string(),
-    }
-)
 
 
 def load_rows(
@@ -80,14 +74,14 @@ def load_rows(
     columns = columns or {}
     source = _find_source(path, split)
     key = None
-    if limit is None and (fingerprint := _fingerprint(path, split, source)):
+    if limit is None and (fingerprint := _fingerprint(source)):
         key = table_key(path, fingerprint, pickle.dumps(read), sorted(columns.items()))
 
-    def build() -> Iterator[pyarrow.RecordBatch]:
+    def build() -> Iterator[dict]:
         located_rows = itertools.islice(_read_rows(path, source), limit)
         return check_rows(path, located_rows, read, columns, is_hub=not isinstance(source, list))
 
-    rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
+    rows = Rows(make_table(key, build, f"read {path}"), path, key)
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     if is_first_rank():
@@ -153,69 +147,64 @@ def hash_data(path: str, split: str = "train") -> str:
         return ""
     digest = hashlib.sha256()
     for file in _find_files(local_path, split):
-        status = file.stat()
-        digest.update(_hash_file(file, status.st_size, status.st_mtime_ns))
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
-@cache  # the run folder and the cache of the rows both ask at the start, for the same files
-def _hash_file(file: Path, num_bytes: int, changed_at: int) -> bytes:
-    """The SHA-256 of a file. Its size and its time of change are for the cache."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
-
-
-def _fingerprint(path: str, split: str, source: Source) -> str:
+def _fingerprint(source: Source) -> str:
     """What large data is known by. "" for small data, which every process reads again."""
-    if isinstance(source, list):
-        is_large = sum(file.stat().st_size for file in source) >= LARGE_BYTES
-        return hash_data(path, split) if is_large else ""
-    return source._fingerprint if source.data.nbytes >= LARGE_BYTES else ""
+    if not isinstance(source, list):
+        return source._fingerprint if source.data.nbytes >= LARGE_BYTES else ""
+    statuses = [file.stat() for file in source]
+    if sum(status.st_size for status in statuses) < LARGE_BYTES:
+        return ""
+    changes = [(status.st_size, status.st_mtime_ns) for status in statuses]
+    return repr([*zip(map(str, source), changes, strict=True)])
 
 
 def check_rows(
     path: str,
-    located_rows: Iterator[LocatedRow],
+    located_rows: Iterable[LocatedRow],
     read: Callable[[dict], ReadRow] | None,
     columns: dict[str, str],
     is_hub: bool,
-) -> Iterator[pyarrow.RecordBatch]:
-    """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
+) -> Iterator[dict]:
+    """The rows of the table, and a last one with their summary.
+
+    In the end ValueError lists the malformed rows.
+    """
     problems: dict[str, list[str]] = defaultdict(list)
     kinds: dict[tuple, Alike] = {}
     all_notes: dict[str, Alike] = {}
     lists: dict[str, str] = {}  # the first row with a list in a column of conversations
     texts: dict[str, str] = {}  # and the first one with JSON text of a list
     index = 0
-    while chunk := list(itertools.islice(located_rows, ROWS_PER_BATCH)):
-        packed = []
-        for location, raw_row in chunk:
-            try:
-                given = rename_columns(_unpack_row(raw_row), columns)
-                row = _parse_row(given, is_hub or isinstance(raw_row, pyarrow.RecordBatch))
-                for column in PARSED_COLUMNS:
-                    if column != "tools" and isinstance(row.get(column), list):
-                        firsts = texts if isinstance(given[column], str) else lists
-                        firsts.setdefault(column, location)
-                row, notes = read(row) if read else (row, [])
-                pickled = pickle.dumps(row)
-            except (ValueError, RecursionError) as error:  # the latter of a value that is deep
-                problems[str(error)].append(location)
-                continue
-            kinds.setdefault(describe_form(row), Alike(index, location)).count += 1
-            for note in notes:
-                all_notes.setdefault(note, Alike(index, location)).count += 1
-            packed.append({"row": pickled, "location": location})
-            index += 1
-        yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)
+    for location, raw_row in located_rows:
+        try:
+            given = rename_columns(_unpack_row(raw_row), columns)
+            row = _parse_row(given, is_hub or isinstance(raw_row, pyarrow.RecordBatch))
+            for column in PARSED_COLUMNS:
+                if column != "tools" and isinstance(row.get(column), list):
+                    firsts = texts if isinstance(given[column], str) else lists
+                    firsts.setdefault(column, location)
+            row, notes = read(row) if read else (row, [])
+            pickled = pickle.dumps(row)
+        except (ValueError, RecursionError) as error:  # the latter of a value that is deep
+            problems[str(error)].append(location)
+            continue
+        kinds.setdefault(describe_form(row), Alike(index, location)).count += 1
+        for note in notes:
+            all_notes.setdefault(note, Alike(index, location)).count += 1
+        yield {"row": pickled, "location": location}
+        index += 1
     check_problems(path, problems)
     for column in texts.keys() & lists.keys():
         raise ValueError(
             f"{texts[column]}: column '{column}' is JSON text of messages, and {lists[column]} has "
             "a list in it; write all rows in one way"
         )
-    summary = {"row": pickle.dumps((list(kinds.values()), all_notes))}
-    yield pyarrow.RecordBatch.from_pylist([summary], ROWS_SCHEMA)
+    yield {"row": pickle.dumps((list(kinds.values()), all_notes)), "location": ""}
 
 
 def check_problems(path: str, problems: dict[str, list[str]]) -> None:
