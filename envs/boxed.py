@@ -12,14 +12,7 @@ One step on a CPU, with a small model in the folder MODEL:
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
-from rl2.rewards.maths import (
-    MAX_CHARACTERS,
-    asked_scale,
-    is_other_unit,
-    number,
-    one_spelling,
-    same_maths,
-)
+from rl2.rewards.maths import asked_scale, is_other_unit, same_maths
 from rl2.rewards.text import last_boxed
 
 
@@ -28,12 +21,3 @@ def reward_fn(messages, answer):
     field = last_boxed(messages[-1]["content"])
     is_right = same_maths(field, str(answer), asked=asked_scale(messages))
     return float(is_right and not (r"\text" in field and is_other_unit(field, messages)))
-
-
-def extract(messages):
-    r"""The content of the last \boxed{} of the reply: a number, or LaTeX in one spelling."""
-    field = last_boxed(messages[-1]["content"])
-    if field is None or len(field) > MAX_CHARACTERS:
-        return None
-    value = number(field)
-    return one_spelling(field) if value is None else str(value)

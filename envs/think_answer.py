@@ -29,8 +29,3 @@ def reward_fn(messages, answer):
     is_number = number(answer) is not None
     is_right = number(field) == number(answer) if is_number else same_text(field, answer)
     return weighted(WEIGHTS, right=is_right, format=is_think_answer(reply))
-
-
-def extract(messages):
-    """The text of the last <answer></answer> of the reply, or None."""
-    return last_tagged(messages[-1]["content"])

@@ -84,7 +84,6 @@ def train(
     env: str | PurePath | None = None,
     reward_fn: Callable | None = None,
     interact: Callable | None = None,
-    extract: Callable | None = None,
     group_reward_fn: Callable | None = None,
     make_env: Callable | None = None,
     run: Callable | None = None,
@@ -121,7 +120,6 @@ def train(
     given = {
         "reward_fn": reward_fn,
         "interact": interact,
-        "extract": extract,
         "group_reward_fn": group_reward_fn,
         "make_env": make_env,
         "run": run,

@@ -13,9 +13,9 @@ MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content"
 ENVS = Path(__file__).resolve().parent.parent / "envs"
 
 
-def env_of(reward_fn, interact=None, extract=None, timeout=60.0, concurrency=32) -> Env:
+def env_of(reward_fn, interact=None, timeout=60.0, concurrency=32) -> Env:
     """Returns the environment of these functions, which come from no file."""
-    return Env(EnvSpec({"reward_fn": reward_fn}, interact, extract), timeout, concurrency)
+    return Env(EnvSpec({"reward_fn": reward_fn}, interact), timeout, concurrency)
 
 
 def load_text(folder, text, timeout=20.0, **options) -> Env:

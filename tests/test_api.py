@@ -414,7 +414,7 @@ WRONG = {
     "make_env raised": dict(make_env=3),
     **{
         f"{name}: expected a function": {name: 3}
-        for name in ("reward_fn", "interact", "extract", "group_reward_fn", "run", "play")
+        for name in ("reward_fn", "interact", "group_reward_fn", "run", "play")
     },
     "malformed rows in .*inputs/rows": dict(rows=[{"text": "a"}]),
 }

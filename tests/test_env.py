@@ -191,34 +191,6 @@ def test_bad_messages_are_an_env_error(value):
         asyncio.run(env.answer(REPLY, ROW))
 
 
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_extract_gives_the_answer_as_a_text(tmp_path, prefix):
-    text = """def reward_fn(messages): return 1.0
-def extract(messages, answer): return {"a": " 4 ", "b": 4.5, "c": None}[answer]
-"""
-    env = load(tmp_path, text.replace("def extract", f"{prefix}def extract"))
-    answers = [asyncio.run(env.extract(REPLY, {**ROW, "answer": letter})) for letter in "abc"]
-    assert answers == [" 4 ", "4.5", None]
-
-
-@pytest.mark.parametrize("value", [["4"], {"answer": 4}, object()])
-def test_an_extract_that_gives_no_text_is_an_env_error(value):
-    env = env_of(lambda messages: 0, extract=lambda messages: value)
-    with pytest.raises(EnvError, match="extract: expected the answer as a text or a number"):
-        asyncio.run(env.extract(REPLY, ROW))
-
-
-def test_preflight_tries_extract(tmp_path):
-    env = env_of(lambda messages: 0, extract=lambda messages, year: messages[9])
-    with pytest.raises(ValueError, match="extract needs column 'year'"):
-        preflight(env, {"data.path": [ROW]}, 1)
-    with pytest.raises(ValueError, match="extract raised:(?s:.*)IndexError"):
-        preflight(env, {"data.path": [{**ROW, "year": 1}]}, 1)
-    env = env_of(lambda messages: 0, extract=lambda messages, turn: "4")  # an evaluation has none
-    with pytest.raises(ValueError, match="extract raised:(?s:.*)'turn'"):
-        preflight(env, {"data.path": [ROW]}, 1)
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -548,10 +520,11 @@ def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, ma
         preflight(env_of(reward_fn, interact), {"data.path": rows}, max_turns)
 
 
-def test_an_extract_without_messages_is_the_files_own(tmp_path):
-    text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
-    env = load(tmp_path, text)
-    assert env.spec.extract is None and score(env) == {"reward": 2.0}
+def test_a_run_without_base_url_is_the_files_own(tmp_path):
+    env = load(
+        tmp_path, "def run(text): return text\ndef reward_fn(messages): return len(run('ab'))"
+    )
+    assert env.spec.run is None and score(env) == {"reward": 2.0}
 
 
 def test_reward_fn_chooses_one_of_trls_functions(tmp_path):

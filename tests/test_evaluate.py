@@ -1,7 +1,6 @@
 """Tests of evaluation: metrics against exact combinatorics, test sets, runs that only evaluate."""
 
 import textwrap
-from fractions import Fraction
 from itertools import combinations
 from math import isnan, sqrt
 from statistics import fmean, stdev
@@ -21,7 +20,6 @@ from rl2.ppo_inputs import make_prompts
 from rl2.rollout.evaluate import (
     Evaluator,
     clustered_mean,
-    majority_is_right,
     measure_samples,
     pass_at_k,
 )
@@ -30,8 +28,6 @@ from rl2.rollout.trajectory import FinishReason, Trajectory
 ENV = """
     def reward_fn(messages, answer):
         return {"right": float(messages[-1]["content"] == answer), "format": 0.1}
-    def extract(messages):
-        return messages[-1]["content"]
 """
 
 
@@ -41,21 +37,6 @@ def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_answer(num_right,
     answers = [1] * num_right + [0] * (6 - num_right)
     draws = list(combinations(answers, k))
     assert pass_at_k(6, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-@pytest.mark.parametrize(
-    "votes, right, chance",
-    [
-        ("aab", [1, 1, 0], 1),
-        ("abb", [1, 0, 0], 0),
-        ("abc", [1, 0, 0], Fraction(1, 3)),  # one of three is drawn
-        ("aabbc", [1, 1, 0, 0, 0], Fraction(1, 2)),
-        ([None, None, "a"], [0, 0, 1], 1),  # two without an answer are no majority
-        ([None, None], [0, 0], 0),
-    ],
-)
-def test_the_majority_is_the_most_frequent_answer_or_one_of_them(votes, right, chance):
-    assert majority_is_right(list(votes), list(map(float, right))) == pytest.approx(float(chance))
 
 
 def test_the_standard_error_is_the_usual_one_for_one_answer_a_prompt():
@@ -86,8 +67,7 @@ def end(rewards, group=0, finish_reason=FinishReason.STOP):
 
 def test_metrics_of_several_answers():
     trajectories = played(0, 1.0, 1.1, 0.5, 0.0) + played(1, 0.0, 0.0, 1.0, failed=1)
-    answers = ["4", "4", "5", None, "7", "7", "8", None]
-    metrics = measure_samples(trajectories, 4, answers)
+    metrics = measure_samples(trajectories, 4)
     assert metrics == pytest.approx(
         {
             "avg@4": 3 / 7,
@@ -96,7 +76,6 @@ def test_metrics_of_several_answers():
             "pass@1": fmean([2 / 4, 1 / 3]),
             "pass@2": fmean([1 - 1 / 6, 1 - 1 / 3]),
             "pass@4": 1.0,  # of the prompt that has four answers
-            "maj@4": 0.5,
         }
     )
     assert set(measure_samples(trajectories, 1)) == {
@@ -160,7 +139,7 @@ def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, dev
         right = [record["rewards"]["right"] for record in written[split]]
         assert metrics[f"{name}/avg@3"] == pytest.approx(fmean(right))
         assert metrics[f"{name}/reward/mean"] == pytest.approx(fmean(right) + 0.1)
-        assert f"{name}/maj@3" in metrics and f"{name}/rollout/truncated" in metrics
+        assert f"{name}/rollout/truncated" in metrics
     table = evaluator.describe(metrics).splitlines()
     assert [line.split()[:2] for line in table] == [["set", "prompts"], ["a", "2"], ["b", "1"]]
     # The randomness of a set does not depend on the other set, nor on its name.
@@ -241,7 +220,7 @@ def test_a_run_that_only_evaluates(setup, tmp_path):
         assert len(records) == 10
         right = fmean(record["reward"] >= 1 for record in records)
         assert metrics[f"test/{name}/avg@2"] == pytest.approx(right)
-        assert f"test/{name}/pass@2" in metrics and f"test/{name}/maj@2" in metrics
+        assert f"test/{name}/pass@2" in metrics
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/checkpoints").exists()
     assert "avg@2_stderr" in done.stdout
 

@@ -51,6 +51,7 @@ DROPPED = {
     "teacher.hint": "teacher.model_name or teacher.base_url: it reads the prompts of the policy",
     "trainer.max_skipped_updates": "rl2 as it is: 10 skipped updates in a row end the run",
     "head_dtype": "rl2 as it is: logits are computed in float32",
+    "extract": "rollouts/test/*.jsonl of the run, which has the answers that maj@N compared",
     "data.truncate": "a larger data.max_length, or rows that are cut where their text allows it",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }

@@ -130,7 +130,7 @@ class PromptConfig(DataConfig):
     prompts_per_rollout: PositiveInt = key(32, "prompts per step")
     responses_per_prompt: PositiveInt = key(8, "answers sampled per prompt, which form a group")
     responses_per_test_prompt: PositiveInt = key(
-        1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
+        1, "answers sampled per test prompt; more than one gives pass@k"
     )
 
 

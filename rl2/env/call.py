@@ -150,11 +150,6 @@ class Env:
             raise EnvError(f"group_reward_fn: {len(parts)} rewards of {len(trajectories)} answers")
         return parts
 
-    async def extract(self, messages: list[dict], row: dict) -> str | None:
-        """The answer in a conversation, which a majority vote compares; None if it has none."""
-        assert self.spec.extract is not None, "the env file has no extract"
-        return await self._call("extract", self.spec.extract, messages, row, None, {})
-
     async def end(self, key: Key) -> None:
         """Closes what is kept for the trajectory `key`, which makes no further call."""
         if key in self.open_keys:

@@ -2,7 +2,6 @@
 
     def reward_fn(messages, answer): ...  # the reward of a conversation that has ended
     def interact(messages): ...           # used when rollout.max_turns > 1: answers the last turn
-    def extract(messages): ...            # the answer alone, for the majority vote of an evaluation
     def group_reward_fn(trajectories): ...  # rewards that compare the answers to one prompt
     class make_env: ...                   # an object for each trajectory, with tools
     async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
@@ -10,9 +9,9 @@
 
 Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
 that name, GIVEN_INPUTS. docs/environments.md says what each function may ask for and return, with
-the methods of `make_env` and the reward functions of TRL and verl. A function that is called
-`extract`, `run` or `play`, but lacks the parameter `messages`, `base_url` or `generate`, is another
-one, which rl2 does not call.
+the methods of `make_env` and the reward functions of TRL and verl. A function that is called `run`
+or `play`, but lacks the parameter `base_url` or `generate`, is another one, which rl2 does not
+call.
 """
 
 import inspect

@@ -282,8 +282,6 @@ async def play_reply(
             turn = await env.answer(*conversation)
             parts["turns"] = turn.reward
         add_parts(parts, await env.score(*conversation))
-        if env.spec.extract is not None:
-            await env.extract(conversation[0], row)
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one
             await env.end(key)

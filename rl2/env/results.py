@@ -156,16 +156,6 @@ def _to_agent_parts(name: str, result: Any) -> dict[str, float]:
     return {} if result is None else _to_reward_parts(name, result)
 
 
-def _to_extract(name: str, result: Any) -> str | None:
-    """Returns what `extract` returned, as a text; None where the conversation has no answer."""
-    value = _to_python(result)
-    if value is None:
-        return None
-    if not isinstance(value, str | numbers.Number):
-        raise _unexpected(f"{name}: expected the answer as a text or a number, or None", result)
-    return LONE_SURROGATE.sub("\ufffd", str(value))
-
-
 def _to_nothing(name: str, result: Any) -> None:
     """Calls whose result is not used."""
 
@@ -193,7 +183,6 @@ def _unexpected(expected: str, value: Any) -> EnvError:
 
 _CHECKS = {
     "interact": _to_turn,
-    "extract": _to_extract,
     "group_reward_fn": _to_group,
     "run": _to_agent_parts,
     "play": _to_agent_parts,

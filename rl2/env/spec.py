@@ -15,7 +15,7 @@ from rl2.env.contract import METHOD, METHODS, EnvError, check_signature, project
 from rl2.env.results import raising_env_error
 
 # Functions of an env file beside those that reward a trajectory.
-OTHERS = ("interact", "make_env", "extract", "group_reward_fn", "run", "play")
+OTHERS = ("interact", "make_env", "group_reward_fn", "run", "play")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class EnvSpec:
 
     reward_fns: Mapping[str, Callable] = field(default_factory=dict)
     interact: Callable | None = None
-    extract: Callable | None = None
     group_reward_fn: Callable | None = None
     run: Callable | None = None
     play: Callable | None = None
@@ -99,7 +98,6 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     spec = EnvSpec(
         reward_fns=_find_reward_functions(functions),
         interact=functions.get("interact"),
-        extract=_function_with(functions, "extract", "messages"),
         group_reward_fn=functions.get("group_reward_fn"),
         run=run,
         play=play,
@@ -110,7 +108,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     )
     if play and not inspect.iscoroutinefunction(play):
         raise ValueError("play must be async: async def play(row, generate)")
-    if spec.functions().keys() <= {"interact", "extract"}:
+    if spec.functions().keys() <= {"interact"}:
         raise ValueError(
             "expected a function reward_fn(messages, answer), found none; a reward function of "
             "TRL or verl works too: reward_fn = NAME"

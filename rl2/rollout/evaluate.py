@@ -4,19 +4,14 @@ An answer is right if its score (`rl2.run.success`) is 1 or more. A failure of t
 nothing of the policy: such an answer counts in the metrics rollout/* only.
 """
 
-import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import comb, nan, sqrt
 from statistics import fmean
 
-import torch.distributed as dist
-
 from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
-from rl2.env.contract import EnvError
-from rl2.parallel.mesh import broadcast_object
 from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector, check_part_name
 from rl2.rollout.stats import summarise, to_records
@@ -48,46 +43,18 @@ class Evaluator:
             trajectories = self.collector.play(
                 list(prompts), self.params, self.num_samples, split, step
             )
-            answers = self._extract_answers(trajectories)
             self.collector.write_records(split, step, to_records(trajectories))
             score = self.collector.player.score
             part_names = {part for t in trajectories for part in t.rewards}
             check_part_name(f"rollout.score={score}", score, part_names)
             metrics[name] = summarise(trajectories, version)
-            metrics[name] |= measure_samples(trajectories, self.num_samples, answers, score)
+            metrics[name] |= measure_samples(trajectories, self.num_samples, score)
         return with_names(metrics)
-
-    def _extract_answers(self, trajectories: list[Trajectory]) -> list[str | None] | None:
-        """The answer in each conversation, from the environment; None if it extracts none.
-
-        The first process has the conversations, so it makes all calls.
-        """
-        player = self.collector.player
-        if self.num_samples == 1 or not trajectories:
-            return None
-        env = player.env_of(trajectories[0])  # all are of one set
-        if env.spec.extract is None:
-            return None
-
-        async def extract(trajectory: Trajectory) -> str | None:
-            try:
-                return await env.extract(trajectory.messages, trajectory.row)
-            except EnvError as error:
-                player.failures.record(error)
-                return None
-
-        async def extract_all() -> list[str | None]:
-            return await asyncio.gather(*map(extract, trajectories))
-
-        answers: list[str | None] = []
-        if dist.get_rank() == 0:
-            answers = player.engine.loop.run_until_complete(extract_all())
-        return broadcast_object(answers)
 
     def describe(self, metrics: Metrics) -> str:
         """A table of the sets, with the metrics that one looks at first."""
         n = self.num_samples
-        names = ["reward/mean", f"avg@{n}", f"avg@{n}_stderr", f"pass@{n}", f"maj@{n}"]
+        names = ["reward/mean", f"avg@{n}", f"avg@{n}_stderr", f"pass@{n}"]
         lines = ["".join(f"{name:>16}" for name in ["set", "prompts", *names])]
         for set_name, prompts in self.sets.items():
             values = [metrics.get(f"{set_name}/{name}".lstrip("/"), nan) for name in names]
@@ -97,37 +64,26 @@ class Evaluator:
 
 
 def measure_samples(
-    trajectories: list[Trajectory],
-    num_samples: int,
-    answers: list[str | None] | None = None,
-    score: str | None = None,
+    trajectories: list[Trajectory], num_samples: int, score: str | None = None
 ) -> Metrics:
     """How many of `num_samples` answers to a prompt are right, as metrics of their set.
 
     avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of
-    k is right, for k = 1, 2, 4 ... N; maj@N: how often the most frequent of the `answers` is right.
-    The last two come with several answers, maj@N if there are `answers`, one a trajectory. `score`
-    is rollout.score.
+    k is right, for k = 1, 2, 4 ... N, if there are several answers. `score` is rollout.score.
     """
     outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
     rewards: dict[int, list[float]] = defaultdict(list)
-    votes: dict[int, list[str | None]] = defaultdict(list)
-    extracted = answers or [None] * len(trajectories)
-    for trajectory, answer in zip(trajectories, extracted, strict=True):
+    for trajectory in trajectories:
         if not trajectory.is_failed:
             value = score_of(trajectory.rewards, trajectory.reward, score)
             outcomes[trajectory.group].append(float(is_right(value)))
             rewards[trajectory.group].append(trajectory.reward)
-            votes[trajectory.group].append(answer)
     mean, error = clustered_mean(list(outcomes.values()))
     metrics = {f"avg@{num_samples}": mean, f"avg@{num_samples}_stderr": error}
     metrics["reward/mean_stderr"] = clustered_mean(list(rewards.values()))[1]
     if num_samples > 1:
         for k in sorted({num_samples} | {2**i for i in range(num_samples.bit_length())}):
             metrics[f"pass@{k}"] = mean_pass_at_k(outcomes.values(), k)
-    if answers and outcomes:
-        majorities = map(majority_is_right, votes.values(), outcomes.values())
-        metrics[f"maj@{num_samples}"] = fmean(majorities)
     return metrics
 
 
@@ -161,18 +117,3 @@ def clustered_mean(outcomes: list[list[float]]) -> tuple[float, float]:
     squares = sum((sum(row) - mean * len(row)) ** 2 for row in outcomes)
     correction = len(outcomes) / (len(outcomes) - 1)
     return mean, sqrt(correction * squares) / num_answers
-
-
-def majority_is_right(votes: list[str | None], right: list[float]) -> float:
-    """How likely the most frequent answer to a prompt is right; None votes for no answer.
-
-    If several are equally frequent, one of them is drawn: this is the mean over them. Without a
-    vote it is 0.
-    """
-    counts = Counter(vote for vote in votes if vote is not None)
-    most = max(counts.values(), default=0)
-    tied = [vote for vote, count in counts.items() if count == most]
-    if not tied:
-        return 0.0
-    # All of the tied answers have the same number of votes, so this is the mean over answers too.
-    return fmean(x for vote, x in zip(votes, right, strict=True) if vote in tied)
