@@ -150,26 +150,21 @@ def test_results_of_calls_that_json_does_not_have():
     assert not judge(textwrap.dedent(program), cases).is_right
 
 
-def test_tests_of_functions_and_classes():
+def test_tests_of_functions():
     program = """
         import collections
         def count(text): return collections.Counter(text)
         def half(x):
             if x < 0: raise ValueError("negative")
             return x / 2
-        class Stack:
-            def __init__(self): self.items = []
-            def push(self, item): self.items.append(item)
-            def pop(self): return self.items.pop()
+        def same(x): return x
         """
     tests = """
         import math
-        from solution import Stack
+        from solution import same
         assert count("aab") == {"a": 2, "b": 1}
         assert half(3) == 1.5 and math.isinf(half(math.inf))
-        stack = Stack()
-        stack.push((1, {2}, None, b"3", True))
-        assert stack.pop() == (1, {2}, None, b"3", True)
+        assert same((1, {2}, None, b"3", True)) == (1, {2}, None, b"3", True)
 
         def check(function):
             for value in range(20):
@@ -330,7 +325,7 @@ def test_a_program_does_not_end_a_loop_of_the_tests():
     tests = "for x, y in zip(map(f, range(9)), range(9)): assert x == y"
     assert judge("def f(x): return x", tests).is_right
     assert not judge("def f(x): raise StopIteration", tests).is_right
-    assert judge("def f(): yield 1", "assert next(f(), 2) == 1 and [*f()] == [1]").is_right
+    assert judge("def f(): yield 1", "assert [*f()] == [1]").is_right
 
 
 def test_a_program_does_not_skip_tests():

@@ -3,11 +3,10 @@
 A sandbox has no rl2, so both programs begin with the text of this file (rl2/rewards/code.py). The
 processes are connected by their standard inputs. The tests ask for calls of the program's
 functions, and only plain data crosses, in JSON: numbers, texts, bytes, None, and lists, tuples,
-sets and dicts of them. So no code of the program runs where the tests decide,
-and the program sees no more of the tests than the arguments of its functions.
+sets and dicts of them; iterators become lists. So no code of the program runs where the tests
+decide, and the program sees no more of the tests than the arguments of its functions.
 
-An object of the program that is no plain data stays in its process. The tests have a ProgramObject
-in its place, with its methods and attributes by name. A comparison with it ends the tests.
+No object of the program is kept between calls. A call that returns one ends the tests.
 """
 
 import ast
@@ -16,25 +15,16 @@ import functools
 import importlib
 import inspect
 import json
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 MAX_INT = 2**63  # Python reads no decimal text of a number with more than 4,300 digits.
 PROGRAM_ENDED = "the program has ended"  # what the tests write then
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
-# What the program's process does for the tests: the operators of an object, and the rest.
-OPERATORS: dict[str, Callable] = {
-    function.__name__: function
-    for function in (bool, float, int, iter, len, next, repr, str, operator.getitem)
-}
-FUNCTIONS = OPERATORS | {"call": operator.call, "getattr": getattr, "setattr": setattr}
-COMPARISONS = ("hash", "eq", "ne", "lt", "le", "gt", "ge")
-ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
 
 
 class Connection:
@@ -90,36 +80,46 @@ class Connection:
 
 
 class Server(Connection):
-    """The end of the program. It keeps the objects that the tests know, by their number."""
+    """The end of the program."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__()
-        self.objects: list[Any] = [module]
-        self.numbers = {id(module): 0}
+        self.module = module
 
     def encode_object(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, BaseException):
             return "error", bases_of(value)
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encode(value.tolist())
-        number = self.numbers.setdefault(id(value), len(self.objects))
-        if number == len(self.objects):
-            self.objects.append(value)
-        return "object", (number, type(value).__name__)
+        if isinstance(value, Iterator):
+            return self.encode([*value])
+        return "object", type(value).__name__
 
-    def decode_object(self, kind: str, content: Any) -> Any:
-        return self.objects[content]
-
-    def answer(self, name: str, arguments: Any, keywords: Any) -> None:
+    def answer(self, path: str, arguments: Any, keywords: Any) -> None:
+        """Sends what the function returns or raises; without arguments, the value at the path."""
         try:
-            value = FUNCTIONS[name](*self.decode(arguments), **self.decode(keywords))
-            text = json.dumps((self.encode(value), None))
+            value = self.find(path)
+            if arguments is not None:
+                value = value(*self.decode(arguments), **self.decode(keywords))
+            encoded = self.encode(value)
+            if arguments is None and isinstance(encoded, tuple) and encoded[0] == "object":
+                encoded = "name", path
+            text = json.dumps((encoded, None))
         except BaseException as error:
             try:
                 text = json.dumps((None, (bases_of(type(error)), self.encode(error.args))))
             except Exception:
                 text = json.dumps((None, (["Exception"], self.encode(["no message"]))))
         self.send(text)
+
+    def find(self, path: str) -> Any:
+        """What is at NAME.NAME... of the program; NAME() is a new object of a class."""
+        value: Any = self.module
+        for name in path.split("."):
+            value = getattr(value, name.removesuffix("()"))
+            if name.endswith("()"):
+                value = value()
+        return value
 
 
 def bases_of(kind: type) -> list[str]:
@@ -149,12 +149,11 @@ class Client(Connection):
 
     def __init__(self) -> None:
         super().__init__()
-        self.objects: dict[int, ProgramObject] = {}
         self.errors: dict[str, type[BaseException]] = {}
 
-    def ask(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, path: str, arguments: Any = None, keywords: Any = None) -> Any:
         """Returns what the function returns or raises in the program's process."""
-        request = json.dumps((name, self.encode(arguments), self.encode(keywords)))
+        request = json.dumps((path, self.encode(arguments), self.encode(keywords)))
         try:
             self.send(request)
             line = self.reader.readline()
@@ -168,22 +167,21 @@ class Client(Connection):
             error = error and self.make_error(error[0], self.decode(error[1]))
         except Exception as problem:
             fail(f"the program has sent what is no result: {problem!r:.100}")
-        if isinstance(error, StopIteration) and name != "next":
+        if isinstance(error, StopIteration):
             raise RuntimeError("the program raised StopIteration, which may end a loop")
         if error is not None:
             raise error
         return value
 
     def encode_object(self, value: Any) -> Any:
-        if type(value) is not ProgramObject:
-            fail(f"the tests pass a {type(value).__name__} to the program, which takes plain data")
-        return "object", value._rl2_number
+        fail(f"the tests pass a {type(value).__name__} to the program, which takes plain data")
 
     def decode_object(self, kind: str, content: Any) -> Any:
         if kind == "error":
             return self.error_class(content)
-        number, name = content
-        return self.objects.setdefault(number, ProgramObject(number, str(name)))
+        if kind == "name":
+            return ProgramName(self, str(content))
+        fail(f"the program returned an object of the class {content}: tests see plain data only")
 
     def error_class(self, names: list[str]) -> type[BaseException]:
         """Returns a class that can be raised and caught, for the names of a class and its bases."""
@@ -202,48 +200,28 @@ class Client(Connection):
             return Exception(*arguments)
 
 
-class ProgramObject:
-    """An object of the program, for the tests."""
+class ProgramName:
+    """A function or a class of the program, for the tests: what is at a path there.
 
-    __slots__ = ("_rl2_kind", "_rl2_number")
-    client: ClassVar[Client]
+    `Solution()` is a name too: each call of a method makes a new object of this class.
+    """
 
-    def __init__(self, number: int, kind: str):
-        object.__setattr__(self, "_rl2_number", number)
-        object.__setattr__(self, "_rl2_kind", kind)
+    __slots__ = ("_client", "_path")
+
+    def __init__(self, client: Client, path: str):
+        self._client = client
+        self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__name__":
+        if name.startswith("__"):
             raise AttributeError(name)
-        return self.client.ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.client.ask("setattr", self, name, value)
+        return self._client.ask(f"{self._path}.{name}".lstrip("."))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._path == "Solution" and not arguments and not keywords:
+            return ProgramName(self._client, "Solution()")
         Client.num_calls += 1
-        return self.client.ask("call", self, *arguments, **keywords)
-
-
-def _define_operators() -> None:
-    for name in OPERATORS:
-        setattr(ProgramObject, f"__{name}__", _forward(name))
-    for name in (*COMPARISONS, *ARITHMETIC):
-        setattr(ProgramObject, f"__{name}__", _deny)
-
-
-def _forward(name: str) -> Callable:
-    return lambda self, *arguments: self.client.ask(name, self, *arguments)
-
-
-def _deny(value: ProgramObject, *_: Any) -> NoReturn:
-    fail(
-        f"the tests got an object of the class {value._rl2_kind}, and compare it or calculate with "
-        "it, which is possible only with plain data"
-    )
-
-
-_define_operators()
+        return self._client.ask(self._path, arguments, keywords)
 
 
 def fail(message: str) -> NoReturn:
@@ -257,8 +235,7 @@ def check(tests: str, token: str) -> NoReturn:
 
     Then comes what makes the tests useless for any program, if they are.
     """
-    ProgramObject.client = Client()
-    program = ProgramObject(0, "module")
+    program = ProgramName(Client(), "")
     solution = ModuleType("solution")
     # The names that the tests use are there without an import.
     vars(solution).update(__getattr__=functools.partial(getattr, program), __all__=[])
