@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from datetime import date
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.schema import (
+    Config,
     DataConfig,
+    model_name,
     source_name,
     worker_names,
 )
@@ -26,7 +27,7 @@ from rl2.run.folder import RunFolder
 SYSTEM_PROMPTS = {"boxed": BOXED_PROMPT, "think_answer": THINK_ANSWER_PROMPT}
 
 
-def read_rows(config: Any, kind: RowKind) -> tuple[dict[str, Rows], list[str]]:
+def read_rows(config: Config, kind: RowKind) -> tuple[dict[str, Rows], list[str]]:
     """(the rows of each source and of each test set, by key; the problems of the others)."""
     data = config.data
     problems: list[str] = []
@@ -44,7 +45,7 @@ def read_rows(config: Any, kind: RowKind) -> tuple[dict[str, Rows], list[str]]:
 
 
 def read_examples(
-    config: Any,
+    config: Config,
     kind: RowKind,
     template: ChatTemplate,
 ) -> tuple[Mixture, dict[str, Examples]]:
@@ -61,7 +62,7 @@ def read_examples(
 
 
 def make_examples(
-    config: Any,
+    config: Config,
     rows: dict[str, Rows],
     kind: RowKind,
     template: ChatTemplate,
@@ -149,7 +150,7 @@ def _warn_of_trained_tests(data: DataConfig) -> list[str]:
     return warnings
 
 
-def check_length(config: Any, num_tokens: int, remedy: str) -> None:
+def check_length(config: Config, num_tokens: int, remedy: str) -> None:
     """ValueError, with the remedy, if sequences may have more tokens than the model positions."""
     worker = worker_names(config)[0]
     model_name = getattr(config, worker).model_name
@@ -167,13 +168,12 @@ def count_steps(examples: Mixture, folder: RunFolder) -> int:
     return steps
 
 
-def check_lora(config: Any) -> None:
+def check_lora(config: Config) -> None:
     """ValueError for adapters that the models cannot have. It reads no weights."""
     for worker in worker_names(config):
         section = getattr(config, worker)
-        name = section.model_name or config.actor.model_name  # a critic's may be the actor's
         if section.lora_rank:
-            section = replace(section, model_name=name)
+            section = replace(section, model_name=model_name(config, worker))
             is_critic = worker == "critic"
             check_attachments(ModelSettings(section, torch.float32, is_critic, trainable=True))
 

@@ -6,7 +6,6 @@ The text follows KEY=VALUE and says what to do.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -25,7 +24,7 @@ from rl2.config.conditions import (
     sends_adapters,
 )
 from rl2.config.engines import choose_engine, has_gpu, installed_version
-from rl2.config.schema import DPOConfig, PPOConfig, WorkerConfig
+from rl2.config.schema import Config, DPOConfig, PPOConfig, WorkerConfig
 
 Row = tuple[str, str]
 
@@ -70,7 +69,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
 TORCH_OF_4_BITS = "2.13"  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
 
 
-def find_broken(config: Any) -> Iterator[Row]:
+def find_broken(config: Config) -> Iterator[Row]:
     """What is refused."""
     data, trainer = config.data, config.trainer
     resume = trainer.resume
@@ -227,7 +226,7 @@ def find_broken_rollout(config: PPOConfig) -> Iterator[Row]:
         )
 
 
-def find_unused(config: Any) -> Iterator[Row]:
+def find_unused(config: Config) -> Iterator[Row]:
     """Keys and sections that do nothing, though they would say something about the algorithm.
 
     They are refused if the user has set them to another value than they have anyway.

@@ -1,8 +1,4 @@
-"""What a config means: which models, losses and rows its run has.
-
-The sections of a config say which trainer it is: `adv` is PPO's, `dpo` is that of DPO, and reward
-models have no `actor`.
-"""
+"""What a config means: which models, losses and rows its run has."""
 
 from enum import Enum, auto
 from typing import Any
@@ -11,6 +7,7 @@ from rl2.algorithms.find import CHOICES
 from rl2.algorithms.losses import UnpairedLoss
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
+from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig
 
 
 def _declared(key: str, name: str) -> Any:
@@ -38,42 +35,42 @@ def policy_loss_needs(loss: str) -> tuple[str, ...]:
     return tuple(_declared("actor.loss", loss).needs)
 
 
-def has_teacher(config: Any) -> bool:
+def has_teacher(config: PPOConfig) -> bool:
     """Whether PPO distils from a teacher."""
     return bool(config.teacher.model_name or config.teacher.base_url)
 
 
-def loads_teacher(config: Any) -> bool:
+def loads_teacher(config: PPOConfig) -> bool:
     """Whether the processes of the run hold a model that is the teacher."""
     return bool(config.teacher.model_name) and not config.teacher.base_url
 
 
-def has_full_kl(config: Any) -> bool:
+def has_full_kl(config: PPOConfig) -> bool:
     """Whether the KL divergence from the teacher is a term of PPO's loss, over all tokens."""
     return has_teacher(config) and bool(config.teacher.kl == "full")
 
 
-def learns_full_kl_only(config: Any) -> bool:
+def learns_full_kl_only(config: PPOConfig) -> bool:
     """Whether the KL divergence from the teacher is all that PPO learns: advantages are 0."""
     return has_full_kl(config) and bool(config.adv.estimator == "distillation")
 
 
-def trains_new_rollouts(config: Any) -> bool:
+def trains_new_rollouts(config: PPOConfig) -> bool:
     """Whether a run of PPO samples the answers that it trains on."""
     return not (config.trainer.eval_only or config.trainer.rollouts_from)
 
 
-def count_samplers(config: Any) -> int:
+def count_samplers(config: Config) -> int:
     """The processes of the job that sample and do not train: rollout.num_processes of PPO.
 
     Where nothing is trained, or nothing sampled, no processes are set apart.
     """
-    if not has_section(config, "adv") or not trains_new_rollouts(config):
+    if not isinstance(config, PPOConfig) or not trains_new_rollouts(config):
         return 0
     return int(config.rollout.num_processes)
 
 
-def old_policy_is_sampler(config: Any) -> bool:
+def old_policy_is_sampler(config: PPOConfig) -> bool:
     """Whether the loss has its ratio to an earlier policy, which has sampled the rollout.
 
     It is that of another run, or the actor before the update that ran meanwhile. With
@@ -83,15 +80,15 @@ def old_policy_is_sampler(config: Any) -> bool:
     return bool(config.trainer.rollouts_from) or is_ahead
 
 
-def needs_reference(config: Any) -> bool:
+def needs_reference(config: PPOConfig) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
     return bool(config.kl.coef) or "ref_logps" in policy_loss_needs(config.actor.loss)
 
 
-def compares_pairs(config: Any) -> bool:
+def compares_pairs(config: Config) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
-    if not has_section(config, "dpo"):
-        return not has_section(config, "actor")
+    if not isinstance(config, DPOConfig):
+        return isinstance(config, RMConfig)
     return not isinstance(_declared("dpo.loss", config.dpo.loss), UnpairedLoss)
 
 
@@ -100,12 +97,7 @@ def needs_reference_point(loss: str) -> bool:
     return "reference_point" in _declared("dpo.loss", loss).needs
 
 
-def has_section(config: Any, *names: str) -> bool:
-    """Whether the config has one of these sections."""
-    return any(hasattr(config, name) for name in names)
-
-
-def adapter_obstacle(config: Any) -> str | None:
+def adapter_obstacle(config: PPOConfig) -> str | None:
     """Why the engine of this config needs merged weights, in words; None if it does not."""
     if config.actor.quantize_base:
         return "the engine has read the files of the base, and the trainer's base is in 4 bits"
@@ -120,7 +112,7 @@ def adapter_obstacle(config: Any) -> str | None:
     return None
 
 
-def sends_adapters(config: Any) -> bool:
+def sends_adapters(config: PPOConfig) -> bool:
     """Whether the engine applies LoRA's adapters, so that they alone are sent after an update."""
     return bool(config.actor.lora_rank) and adapter_obstacle(config) is None
 
@@ -141,7 +133,7 @@ class Exactness(Enum):
         return self is not Exactness.OFF
 
 
-def exact_obstacles(config: Any) -> list[str]:
+def exact_obstacles(config: PPOConfig) -> list[str]:
     """With what engine and trainer cannot have equal bits, and what to choose instead."""
     actor, rollout, trainer = config.actor, config.rollout, config.trainer
     obstacles = (
@@ -179,7 +171,7 @@ def exact_obstacles(config: Any) -> list[str]:
     return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
 
 
-def choose_exactness(config: Any) -> Exactness:
+def choose_exactness(config: PPOConfig) -> Exactness:
     """Returns what PPO's rollout.exact means for its actor, teacher and engine."""
     if config.rollout.exact:
         return Exactness.DEMANDED

@@ -15,6 +15,7 @@ from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import explain_algorithm
 from rl2.config.problem import Problem, unfit_value, wrong_value
+from rl2.config.schema import Config, PPOConfig, worker_names
 from rl2.config.values import declared_key, get_value, show_value
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
@@ -22,7 +23,7 @@ from rl2.config.values import declared_key, get_value, show_value
 LORA_LR_FACTOR = 10
 
 
-def check_choices(config: Any) -> list[Problem]:
+def check_choices(config: Config) -> list[Problem]:
     """The keys whose value is none of their choices, or names no function."""
     problems: list[Problem] = []
     for name, key in schema_keys(type(config)).items():
@@ -42,7 +43,7 @@ def check_choices(config: Any) -> list[Problem]:
     return problems
 
 
-def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
+def check_keys(config: Config, set_keys: set[str]) -> list[Problem]:
     """Values outside their range, empty texts, and keys that the user set without an effect."""
     problems: list[Problem] = []
     for name, key in schema_keys(type(config)).items():
@@ -69,7 +70,7 @@ def check_keys(config: Any, set_keys: set[str]) -> list[Problem]:
     return problems
 
 
-def default_value(config: Any, name: str) -> Any:
+def default_value(config: Config, name: str) -> Any:
     """The value that a key of the config has if it is not set."""
     key = schema_keys(type(config))[name]
     return get_value(config, key.leader) if key.leader else key.default
@@ -90,22 +91,20 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
         yield from key.broken_bounds(value)
 
 
-def derive_keys(config: Any, set_keys: set[str]) -> None:
+def derive_keys(config: Config, set_keys: set[str]) -> None:
     """Sets what follows from other keys unless it is set itself.
 
     lora_rank is that of the adapters that are trained further, and lr is higher with adapters.
     adv.norm_var follows the estimator, and actor.correction the engine.
     """
-    for name in ("actor", "critic"):
-        worker = getattr(config, name, None)
-        if worker is None:
-            continue
+    for name in worker_names(config):
+        worker = getattr(config, name)
         if worker.adapter and f"{name}.lora_rank" not in set_keys:
             with suppress(ValueError):  # what is wrong with the adapters is told later
                 worker.lora_rank = read_adapter_config(worker.adapter)["r"]
         if worker.lora_rank and f"{name}.lr" not in set_keys:
             worker.lr = round(LORA_LR_FACTOR * worker.lr, 12)
-    if hasattr(config, "adv"):
+    if isinstance(config, PPOConfig):
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
         is_read = "norm_var" in CHOICES["adv.estimator"].look_up(config.adv.estimator).settings
         if is_read and config.adv.norm_var is None:
@@ -114,7 +113,7 @@ def derive_keys(config: Any, set_keys: set[str]) -> None:
             config.actor.correction = default_correction(config)
 
 
-def default_correction(config: Any) -> str:
+def default_correction(config: PPOConfig) -> str:
     """actor.correction where it is not set: it is on where the engine's probabilities differ.
 
     SGLang and vLLM have kernels of their own. A mask of whole sequences, as in TRL, leaves the
@@ -129,7 +128,7 @@ def default_correction(config: Any) -> str:
     return "none" if choose_engine(config.rollout.engine)[0] == "local" else "sequence_mask"
 
 
-def without_repeats(config: Any, problems: list[Problem]) -> list[Problem]:
+def without_repeats(config: Config, problems: list[Problem]) -> list[Problem]:
     """Drops the problem of a key that has its wrong value from the key that it follows."""
     causes = [(problem.key, problem.value) for problem in problems]
     known = schema_keys(type(config))
@@ -137,7 +136,7 @@ def without_repeats(config: Any, problems: list[Problem]) -> list[Problem]:
     return [p for p in problems if (leaders.get(p.key), p.value) not in causes]
 
 
-def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
+def non_default_keys(config: Config, set_keys: set[str]) -> set[str]:
     """The keys that the user set to another value than they have without being set.
 
     Such a value has no effect to lose, and a whole config.yaml can be read back.
@@ -146,7 +145,7 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
     return {name for name in known if get_value(config, name) != default_value(config, name)}
 
 
-def explain_unused(config: Any, name: str) -> str:
+def explain_unused(config: Config, name: str) -> str:
     """Why a key or a section has no effect; "" if it has one.
 
     A key has none if its section has none.
@@ -168,7 +167,7 @@ def listed(table: dict[str, tuple[str, ...]], name: str) -> list[str]:
     return [*table.get(name, ())]
 
 
-def is_met(config: Any, need: str) -> bool:
+def is_met(config: Config, need: str) -> bool:
     """Whether KEY has a value that is neither off nor its default, or that of KEY=VALUE."""
     name, equals, wanted = need.partition("=")
     if name not in schema_keys(type(config)):  # of another trainer
@@ -177,7 +176,7 @@ def is_met(config: Any, need: str) -> bool:
     return value == wanted if equals else bool(value) and value != default_value(config, name)
 
 
-def explain_setting(config: Any, name: str) -> str:
+def explain_setting(config: Config, name: str) -> str:
     """Why a key that is a setting of losses or estimators has no effect, or ""."""
     section, _, setting = name.rpartition(".")
     for key, functions in CHOICES.items():
@@ -185,7 +184,9 @@ def explain_setting(config: Any, name: str) -> str:
         if not is_of_section or not any(setting in kind.settings for kind in functions.kinds):
             continue
         used = functions.look_up(get_value(config, key)).settings
-        is_default = setting == "clip" and "clip_high" in used and config.actor.clip_high is None
+        is_default = (
+            setting == "clip" and "clip_high" in used and not get_value(config, "actor.clip_high")
+        )
         if setting not in used and not is_default:
             users = [
                 user for user, other in functions.built_in.items() if setting in other.settings

@@ -32,10 +32,12 @@ from rl2.config.engines import choose_engine, has_gpu, installation_problems
 from rl2.config.key_rules import check_choices, check_keys, non_default_keys, without_repeats
 from rl2.config.problem import Problem, unfit_value, wrong_value
 from rl2.config.schema import (
+    Config,
     DataConfig,
     ModelConfig,
     PPOConfig,
     WorkerConfig,
+    model_name,
     source_name,
     teacher_model,
     worker_names,
@@ -46,7 +48,7 @@ from rl2.user_files import find_env_file
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
-def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Problem]]:
+def validate(config: Config, set_keys: set[str]) -> tuple[list[Problem], list[Problem]]:
     """(problems, warnings) of a config whose keys and types are right.
 
     `set_keys` are the keys that the user set.
@@ -82,7 +84,9 @@ def validate(config: Any, set_keys: set[str]) -> tuple[list[Problem], list[Probl
     return without_repeats(config, problems), warnings
 
 
-def of_rows(config: Any, rows: Iterable[Row], changed: set[str] | None = None) -> Iterator[Problem]:
+def of_rows(
+    config: Config, rows: Iterable[Row], changed: set[str] | None = None
+) -> Iterator[Problem]:
     """The problems of keys that do not fit others.
 
     With `changed`, only of those keys; a row may be of their section then.
@@ -93,7 +97,7 @@ def of_rows(config: Any, rows: Iterable[Row], changed: set[str] | None = None) -
                 yield unfit_value(key, get_value(config, key), text)
 
 
-def loaded_models(config: Any) -> dict[str, ModelConfig]:
+def loaded_models(config: Config) -> dict[str, ModelConfig]:
     """The sections of the models that the run loads, by name."""
     models: dict[str, ModelConfig] = {name: getattr(config, name) for name in worker_names(config)}
     if isinstance(config, PPOConfig):
@@ -168,7 +172,7 @@ def check_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[P
     yield from check_divides(f"{name}.fsdp_size", model.fsdp_size, num_processes, remark)
 
 
-def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
+def check_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Problem]:
     """Whether the longest sequences fit one micro-batch of a model.
 
     In training the two rows of a pair are together, in inference they are not.
@@ -212,7 +216,7 @@ def check_adapter(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         yield wrong_value(f"{name}.lora_rank", worker.lora_rank, reason)
 
 
-def find_base_warnings(config: Any, name: str, worker: WorkerConfig) -> Iterator[Problem]:
+def find_base_warnings(config: Config, name: str, worker: WorkerConfig) -> Iterator[Problem]:
     """Whether the adapters of the section `name` were trained on another model than its own.
 
     One model may have a name on the hub and be in a folder, so only the last parts of the names
@@ -223,7 +227,7 @@ def find_base_warnings(config: Any, name: str, worker: WorkerConfig) -> Iterator
         return
     with suppress(ValueError):  # which `check_adapter` reports
         base = read_adapter_config(worker.adapter).get("base_model_name_or_path")
-        model = worker.model_name or config.actor.model_name
+        model = model_name(config, name)
         is_merged = Path(worker.adapter).resolve().parent == Path(model).resolve()
         if base and base != model and (is_merged or Path(base).name != Path(model).name):
             merged = ", which has them merged in if a run has exported it" if is_merged else ""

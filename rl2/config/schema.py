@@ -638,6 +638,8 @@ class RMConfig:
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
+OfflineConfig = SFTConfig | DPOConfig | RMConfig
+Config = PPOConfig | OfflineConfig
 # The config class of each trainer, by its name on the command line.
 TRAINER_CONFIGS: dict[str, type] = {
     "ppo": PPOConfig,
@@ -653,11 +655,17 @@ def teacher_model(config: PPOConfig) -> ModelConfig:
     return ModelConfig(**{**values, "model_name": config.teacher.model_name})
 
 
-def worker_names(config: Any) -> list[str]:
+def worker_names(config: Config) -> list[str]:
     """The sections of workers: actor, critic or both."""
     return [name for name in vars(config) if isinstance(getattr(config, name), WorkerConfig)]
 
 
-def dump(config: Any) -> str:
+def model_name(config: Config, worker: str) -> str:
+    """The model that a worker starts from: PPO's critic from the actor's, unless it has its own."""
+    name: str | None = getattr(config, worker).model_name
+    return config.actor.model_name if name is None and isinstance(config, PPOConfig) else name or ""
+
+
+def dump(config: Config) -> str:
     """The config as YAML that --config-name reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,9 +1,8 @@
 """Shows a run on the console: one line per step, and the time left."""
 
 from datetime import timedelta
-from typing import Any
 
-from rl2.config.conditions import has_section
+from rl2.config.schema import Config, PPOConfig
 from rl2.report.health import Metrics, learns_from_groups_alone
 from rl2.run.success import REWARD, held_out_results, training_metric
 
@@ -37,9 +36,9 @@ HIDDEN_AT_ZERO = ("rollout/failed", "actor/approx_kl", "actor/skipped", "critic/
 class Console:
     """Prints a line a step. `config` is that of the trainer."""
 
-    def __init__(self, config: Any, num_steps: int):
-        self.compares_groups = has_section(config, "adv") and learns_from_groups_alone(config)
-        self.score: str | None = config.rollout.score if has_section(config, "rollout") else None
+    def __init__(self, config: Config, num_steps: int):
+        self.compares_groups = isinstance(config, PPOConfig) and learns_from_groups_alone(config)
+        self.score: str | None = config.rollout.score if isinstance(config, PPOConfig) else None
         self.num_steps = num_steps
         self.num_logged = 0  # steps
         self.seconds = 0.0  # that these took, with evaluations and saves
@@ -81,7 +80,7 @@ class Console:
         return "  ".join([*values, f"{metrics['time/step']:.1f}s ({share})"])
 
 
-def warn_of_checkpoints(config: Any) -> list[str]:
+def warn_of_checkpoints(config: Config) -> list[str]:
     """Says whether the run saves none. `config` is that of the trainer."""
     trainer = config.trainer
     if trainer.eval_only or trainer.save_freq is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.conditions import has_teacher
+from rl2.config.schema import Config, PPOConfig, RolloutWorkerConfig
 from rl2.report.learning import Problem, find_lack_of_learning
 from rl2.run.checkpoints import Checkpoints
 
@@ -47,7 +48,7 @@ class Health:
     checkpoint this one resumed.
     """
 
-    def __init__(self, folder: Path, config: Any, start_step: int):
+    def __init__(self, folder: Path, config: Config, start_step: int):
         self.folder = folder
         self.config = config
         self.start_step = start_step
@@ -109,7 +110,7 @@ class Health:
         EMPTY_STEPS steps in a row without a group. All processes must call it: they have the same
         metrics and stop at the same step.
         """
-        if self.num_empty_steps >= EMPTY_STEPS:
+        if isinstance(self.config, PPOConfig) and self.num_empty_steps >= EMPTY_STEPS:
             raise RuntimeError(
                 f"in the last {EMPTY_STEPS} steps no group was within rollout.filter, although "
                 f"each step played {1 + self.config.rollout.max_refills} x "
@@ -167,10 +168,10 @@ class Gradients:
             self.last_finite_step = step
 
 
-def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
+def find_problems(metrics: Metrics, config: Config) -> list[Problem]:
     """Finds the problems of a step of any trainer. Step 0, an evaluation alone, has none."""
     problems: list[Problem] = []
-    if "rollout/length" in metrics:
+    if isinstance(config, PPOConfig) and "rollout/length" in metrics:
         problems += _find_rollout_problems(metrics, config)
     elif metrics.get("actor/grad_norm", metrics.get("critic/grad_norm")) == 0:
         reason = "the loss cannot fall further, or its rows have no token to train"
@@ -207,12 +208,13 @@ def _describe_hidden_updates(worker: str, share: float, section: Any) -> Problem
     )
 
 
-def _updates_per_step(config: Any, worker: str) -> int:
+def _updates_per_step(config: Config, worker: str) -> int:
     """Returns the optimizer steps of the worker in a step; 1 without rollouts."""
-    return getattr(getattr(config, worker), "updates_per_step", 1)
+    section = getattr(config, worker)
+    return section.updates_per_step if isinstance(section, RolloutWorkerConfig) else 1
 
 
-def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
+def _find_rollout_problems(metrics: Metrics, config: PPOConfig) -> Iterator[Problem]:
     rollout = config.rollout
     num_wanted = config.data.prompts_per_rollout
     num_groups = metrics.get("rollout/groups", num_wanted)
@@ -237,7 +239,9 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
         yield Problem("had most answers cut", reason)
 
 
-def _find_lack_of_training(metrics: Metrics, config: Any, num_groups: float) -> Iterator[Problem]:
+def _find_lack_of_training(
+    metrics: Metrics, config: PPOConfig, num_groups: float
+) -> Iterator[Problem]:
     """Finds why the rewards of a step did not train the actor."""
     if metrics["rollout/failed"] == 1:
         yield Problem("taught nothing", "the environment failed on every trajectory")
@@ -265,7 +269,7 @@ def _find_lack_of_training(metrics: Metrics, config: Any, num_groups: float) -> 
             yield Problem("earned a constant reward", _equal_rewards(metrics, config))
 
 
-def learns_from_groups_alone(config: Any) -> bool:
+def learns_from_groups_alone(config: PPOConfig) -> bool:
     """Whether PPO learns only from prompts with different rewards among their answers."""
     return config.adv.estimator in GROUP_ESTIMATORS and not has_teacher(config)
 
@@ -276,7 +280,7 @@ def _rewards_are_equal(metrics: Metrics) -> bool:
     return metrics.get("reward/std", math.inf) <= tolerance
 
 
-def _equal_rewards(metrics: Metrics, config: Any) -> str:
+def _equal_rewards(metrics: Metrics, config: PPOConfig) -> str:
     """Returns which rewards are equal, and the likely reason."""
     num_prompts = config.data.prompts_per_rollout
     num_answers = config.data.responses_per_prompt

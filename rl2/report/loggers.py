@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rl2 import cleanup, progress
+from rl2.config.schema import Config
 from rl2.parallel.device import GIB
 from rl2.report.console import Console, warn_of_checkpoints
 from rl2.report.health import Health, Metrics
@@ -28,7 +29,7 @@ from rl2.report.page import write_page
 from rl2.run.records import MetricsFile, read_lines
 from rl2.run.weights_hash import hash_weights
 
-Config = dict[str, Any]  # all keys, as nested sections
+Keys = dict[str, Any]  # all of a config, as nested sections
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 
 
@@ -45,7 +46,7 @@ class Logger(Protocol):
 class Wandb:
     """A run of Weights & Biases. A run that is resumed finds its id in its folder."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Keys):
         import wandb
 
         if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
@@ -72,7 +73,7 @@ class Wandb:
         self.run.finish()
 
 
-def start_wandb(folder: Path, config: Config, start_step: int) -> Logger | None:
+def start_wandb(folder: Path, config: Keys, start_step: int) -> Logger | None:
     """Weights & Biases, where it is installed, logged in and can be reached."""
     try:
         return Wandb(folder, config)
@@ -87,7 +88,7 @@ def start_wandb(folder: Path, config: Config, start_step: int) -> Logger | None:
 class TensorBoard:
     """Event files in the run folder. The steps that a resumed run repeats replace the old ones."""
 
-    def __init__(self, folder: Path, config: Config, start_step: int):
+    def __init__(self, folder: Path, config: Keys, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         first_step = start_step + 1 if start_step else None
@@ -104,7 +105,7 @@ class TensorBoard:
         self.writer.close()
 
 
-LOGGERS: dict[str, Callable[[Path, Config, int], Logger | None]] = {
+LOGGERS: dict[str, Callable[[Path, Keys, int], Logger | None]] = {
     "wandb": start_wandb,
     "tensorboard": TensorBoard,
 }
@@ -121,7 +122,7 @@ class MetricsLog:
     def __init__(
         self,
         folder: Path,
-        config: Any,
+        config: Config,
         start_step: int,
         num_steps: int,
         workers: dict[str, Any] | None = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from rl2.config.schema import PPOConfig
+from rl2.config.schema import Config, PPOConfig
 from rl2.run.success import held_out_metric
 
 FALLING = ("loss", "perplexity")  # metrics of which less is better
@@ -58,7 +58,7 @@ class Best:
         return value < self.value if is_falling else value > self.value
 
 
-def start_best(config: Any, saved: dict[str, Any] | None = None) -> Best | None:
+def start_best(config: Config, saved: dict[str, Any] | None = None) -> Best | None:
     """Returns the best so far; None without trainer.save_best.
 
     `saved` are the fields of a checkpoint. Those of another metric do not count.
@@ -71,7 +71,7 @@ def start_best(config: Any, saved: dict[str, Any] | None = None) -> Best | None:
     return Best(metric)
 
 
-def best_metric(config: Any) -> str | None:
+def best_metric(config: Config) -> str | None:
     """Returns the metric that trainer.save_best means, as in metrics.jsonl; None without it."""
     chosen = config.trainer.save_best
     if chosen is None:

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.config.conditions import count_samplers
-from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
+from rl2.config.schema import Config, RolloutWorkerConfig, dump, worker_names
 from rl2.data.rows import hash_sources
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, broadcast_object
@@ -52,7 +52,7 @@ class AllStepsDone(SystemExit):
 class RunFolder:
     """The folder of one run, on which all ranks agree. `start` says where the run starts."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Config):
         """Takes the folder, finds where the run starts, and compares the ranks.
 
         All processes must call. ValueError if the folder cannot be written, is damaged, or belongs

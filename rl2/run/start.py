@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rl2.config.schema import dump
+from rl2.config.schema import Config, dump
 from rl2.config.values import flatten
 from rl2.run.checkpoints import Checkpoints, explain_damage
 from rl2.run.records import NO_STEP, DamagedFile, MetricsFile, read_object
@@ -72,7 +72,7 @@ class Start:
     """per worker: the updates that the steps so far were laid out for"""
 
 
-def find_start(config: Any, identity: RunIdentity) -> Start:
+def find_start(config: Config, identity: RunIdentity) -> Start:
     """Finds where the run starts, and prints what has changed since its checkpoint.
 
     ValueError if the folder is of another experiment, or trainer.resume names no checkpoint;
@@ -123,7 +123,7 @@ def find_start(config: Any, identity: RunIdentity) -> Start:
     )
 
 
-def _choose_checkpoint(config: Any, newest: Path | None) -> Path | None:
+def _choose_checkpoint(config: Config, newest: Path | None) -> Path | None:
     """Returns the checkpoint that trainer.resume means; `newest` is the newest of this folder."""
     resume = config.trainer.resume
     if resume in ("auto", "force"):
@@ -157,7 +157,7 @@ def _has_a_run(path: Path) -> bool:
 
 
 def _compare(
-    config: Any, identity: RunIdentity, folder: Path, record: dict[str, Any]
+    config: Config, identity: RunIdentity, folder: Path, record: dict[str, Any]
 ) -> tuple[bool, Changes]:
     """Prints what has changed since the run in `folder`, of which `record` is the run.json.
 
@@ -209,7 +209,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def identify(config: Any, data_hash: str) -> RunIdentity:
+def identify(config: Config, data_hash: str) -> RunIdentity:
     """Returns the identity of a run. `data_hash` is of the training rows, "" if it is unknown."""
     values = dict(flatten(yaml.safe_load(dump(config))))
     contents = {DATA: data_hash} if data_hash else {}

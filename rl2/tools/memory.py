@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from rl2.batch import Batch
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
 from rl2.config.rules import loaded_models
-from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig, worker_names
+from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTConfig, worker_names
 from rl2.model.classes import language_model_class
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.parallel.device import GIB, PLANNED_DEVICE
@@ -99,7 +99,7 @@ class PlanRecorder:
         worker.update(*arguments, **options)
 
 
-def predict(config: Any, num_gpus: int) -> Plan:
+def predict(config: Config, num_gpus: int) -> Plan:
     """Plans a trainer with this config. The process must not have a process group.
 
     Bytes are linear in the number of layers that are alike, so that plans with few of them give
@@ -126,7 +126,7 @@ def predict(config: Any, num_gpus: int) -> Plan:
     return plan
 
 
-def plan_layers(config: Any, num_gpus: int, num_layers: int | None = None) -> Plan:
+def plan_layers(config: Config, num_gpus: int, num_layers: int | None = None) -> Plan:
     """Plans models that are cut to `num_layers` layers; None: with all of them.
 
     Compiled layers are planned as they are written, which needs no compiler and no less memory.
@@ -158,15 +158,17 @@ def count_equal_layers(name: str) -> int:
 
 
 def run_phases(
-    config: Any,
+    config: Config,
     memory: MemoryTracker,
     device: torch.device,
     source: HuggingFaceFiles = FILES,
 ) -> Plan:
     """Loads the workers of the trainer and runs each of its phases, while `memory` counts."""
     recorder = PlanRecorder(memory, source)
-    run = run_ppo if isinstance(config, PPOConfig) else run_offline
-    run(config, recorder, device)
+    if isinstance(config, PPOConfig):
+        run_ppo(config, recorder, device)
+    else:
+        run_offline(config, recorder, device)
     recorder.enter("end")
     return recorder.plan
 
@@ -206,7 +208,7 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     recorder.plan.steady = recorder.memory.bytes
 
 
-def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> None:
+def run_offline(config: OfflineConfig, recorder: PlanRecorder, device: torch.device) -> None:
     """Runs the phases of SFT, DPO and the reward model."""
     loss: Loss
     [name] = worker_names(config)
@@ -240,7 +242,7 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
     recorder.plan.steady = recorder.memory.bytes
 
 
-def longest_row(config: Any) -> int:
+def longest_row(config: Config) -> int:
     """Tokens of the longest sequence that the trainer may run."""
     length: int = config.data.max_length
     if isinstance(config, PPOConfig):
@@ -284,7 +286,7 @@ def full_batch(
     return batch
 
 
-def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]]:
+def totals(config: Config, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]]:
     """Phase -> bytes of (the trainer, the engine) on a GPU."""
     phases = {phase: (size, 0) for phase, size in plan.peaks.items()}
     if isinstance(config, PPOConfig) and not count_samplers(config):

@@ -3,9 +3,8 @@
 import argparse
 import os
 import sys
-from typing import Any
 
-from rl2.config.schema import TRAINER_CONFIGS
+from rl2.config.schema import TRAINER_CONFIGS, Config
 
 # Keys of what need not be on this machine.
 ELSEWHERE = (
@@ -46,7 +45,7 @@ def main() -> None:
     sys.exit(0 if print_plan(config, arguments.gpus, arguments.gpu_memory) else 1)
 
 
-def print_plan(config: Any, num_gpus: int, gpu_gib: float | None) -> bool:
+def print_plan(config: Config, num_gpus: int, gpu_gib: float | None) -> bool:
     """Prints the bytes of each phase. Returns whether the job fits."""
     import torch
 

@@ -32,7 +32,7 @@ class OfflineRun:
 
     def __init__(
         self,
-        config: Any,
+        config: Any,  # of the trainer
         kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
         measure: Measure,

@@ -22,6 +22,7 @@ from rl2.config.conditions import (
 from rl2.config.schema import (
     PPOConfig,
     RolloutWorkerConfig,
+    model_name,
     teacher_model,
     worker_names,
 )
@@ -292,8 +293,7 @@ def make_models(
         section: Any = teacher_model(config)  # without the keys that a frozen worker does not read
         teacher = new_worker(section, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
-        model_name = config.critic.model_name or config.actor.model_name
-        section = replace(config.critic, model_name=model_name)
+        section = replace(config.critic, model_name=model_name(config, "critic"))
         num_critic_updates = count_updates("critic", section)
         critic = new_worker(section, device, critic=True, num_updates=num_critic_updates)
     return Models(actor, critic, reference, teacher)
