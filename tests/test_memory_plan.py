@@ -142,7 +142,7 @@ def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path, plan):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = run("-m", "rl2", "plan", "actor.model_name=nobody/none", env=offline, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: actor.model_name=nobody/none: its config cannot be")
+    assert done.stderr.startswith("error: actor.model_name=nobody/none: there is no such folder")
     for arguments in (["pop"], ["--gpus", "0"], ["--gpu-memory", "-1"]):
         assert plan(*arguments)[0] == 2
     model = make_large_config(tmp_path / "model")

@@ -1,6 +1,8 @@
 """What is wrong with a model folder or a name of the hub is one sentence with key and remedy."""
 
 import json
+import socket
+import time
 
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_files_that_are_missing_or_cut(name, tmp_path):
     (folder / "config.json").write_text('{"model_type": "frob"}')
     assert "its config cannot be read" in problem(name) and "frob" in problem(name)
     (folder / "config.json").unlink()
-    assert "its config cannot be read" in problem(name)
+    assert "it has no config.json" in problem(name)
 
 
 def test_models_of_another_kind(name, tmp_path):
@@ -93,10 +95,27 @@ def test_models_of_another_kind(name, tmp_path):
     assert "t5 is not a causal" in problem(tmp_path / "t5")
 
 
-def test_a_model_that_the_hub_does_not_give(monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("nobody/no-model", "runs/no/model"):
-        assert "its config cannot be read" in problem(name) and "hf auth login" in problem(name)
+@pytest.mark.parametrize("listens", [False, True])
+def test_an_unknown_name_takes_one_request(monkeypatch, listens):
+    """It took 24 seconds of retries where the hub refuses, and longer where it does not answer."""
+    from rl2.model import folder
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr(folder, "HUB_TIMEOUT_SECONDS", 1.0)
+        start = time.monotonic()
+        assert f"the hub at {endpoint} does not give it" in problem("nobody/no-model")
+        assert time.monotonic() - start < 12
+    assert "there is no such folder" in problem("runs/no/model")
 
 
 def test_sequences_are_no_longer_than_what_positions_allow(name, tmp_path):

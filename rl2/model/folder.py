@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -21,6 +28,7 @@ from transformers import (
 from rl2.model.classes import is_language_model
 from rl2.model.weight_files import INDEX, quantization_problem
 
+HUB_TIMEOUT_SECONDS = 10.0
 # Scalings of rotary positions that depend on the longest sequence of a forward pass.
 SCALED_ROPE = ("dynamic", "longrope")
 
@@ -40,13 +48,18 @@ def load_tokenizer(key: str, name: str, critic: bool = False) -> PreTrainedToken
 def check_model(key: str, name: str, critic: bool = False) -> None:
     """ValueError if there is no such model, if it is of another kind, or if files are not whole."""
     label = f"{key}={name}"
-    if Path(name).exists():
-        _check_files(label, Path(name))
+    folder = Path(name)
+    if folder.exists():
+        _check_files(label, folder)
+    else:
+        _check_hub(label, name)
     _check_kind(label, _read_config(label, name), critic)
 
 
 def check_config(key: str, name: str) -> None:
     """ValueError if there is no such model. Its weights need not be there."""
+    if not Path(name).exists():
+        _check_hub(f"{key}={name}", name)
     _read_config(f"{key}={name}", name)
 
 
@@ -100,7 +113,33 @@ def max_positions(name: str) -> int:
     return min(int(limit or sys.maxsize) for limit in limits)
 
 
+def _check_hub(label: str, name: str) -> None:
+    """One request instead of the library's retries, which take 24 to 48 seconds."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{label}: there is no such folder")
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            url = hf_hub_url(name, "config.json")
+            get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{label}: ask for access on the model's page of the hub, then run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+        raise ValueError(
+            f"{label}: there is no such folder, and the hub has no such model, or a private one "
+            "(then run `hf auth login`)"
+        ) from error
+    except Exception as error:  # no network, a wrong name, offline mode
+        raise ValueError(
+            f"{label}: there is no such folder, and the hub at {constants.ENDPOINT} does not give "
+            f"it ({_first_line(error)}); give the path of a folder"
+        ) from error
+
+
 def _check_files(label: str, folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{label}: this is not a model folder: it has no config.json")
     files = set(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
         index = json.loads((folder / INDEX).read_text())
@@ -123,10 +162,7 @@ def _read_config(label: str, name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{label}: its config cannot be read ({_first_line(error)}); give a folder, or a name "
-            "on the hub (after `hf auth login` if it is gated or private)"
-        ) from error
+        raise ValueError(f"{label}: its config cannot be read ({_first_line(error)})") from error
 
 
 def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
