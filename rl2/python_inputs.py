@@ -4,7 +4,6 @@ Rows and functions become files, so a run that Python code has started is record
 compared as any other one. Nothing here needs more than the standard library.
 """
 
-import ast
 import hashlib
 import inspect
 import json
@@ -19,18 +18,12 @@ from rl2.config.values import flatten
 
 FOLDER = "inputs"  # in the run folder
 HASH_LENGTH = 12
-RECORD = '''\
-"""The environment of a run: functions that Python code gave to rl2.train.
-
-This is a record. It lacks what the functions use from elsewhere. To run this environment from a
-file, for instance in `rl2 replay`, add what is missing and remove the next statement.
-"""
-
+RECORD = """\
 raise RuntimeError(
     "the functions of this environment were given to rl2.train by Python code, and this file is "
-    "only a record of them: add what they use from elsewhere, and remove this statement"
+    "only a record of them: make a file of them, with what they use from elsewhere"
 )
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -150,24 +143,16 @@ def _check_keys(value: Any) -> None:
 
 
 def record_functions(functions: Mapping[str, Callable]) -> str:
-    """Returns a Python file with the source of the functions, as far as it is known.
+    """A Python file with the source of the functions in comments, as far as it is known.
 
     On import it raises RuntimeError: the source alone need not be the function.
     """
-    return "\n\n".join([RECORD, *(_describe(name, f) for name, f in functions.items())])
+    return "\n".join([RECORD, *(_describe(name, f) for name, f in functions.items())])
 
 
 def _describe(name: str, function: Callable) -> str:
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = inspect.getsource(function)
     except (OSError, TypeError):  # an object, a function in C, code that was typed
-        kind = getattr(function, "__qualname__", type(function).__qualname__)
-        return f"# {name} is {kind}, whose source is not known.\n"
-    try:
-        [statement] = ast.parse(source).body
-    except (SyntaxError, ValueError):  # a part of a statement, around a lambda
-        statement = None
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        alias = "" if statement.name == name else f"\n\n{name} = {statement.name}\n"
-        return source + alias
-    return f"# {name} is in:\n" + textwrap.indent(source, "# ")
+        source = getattr(function, "__qualname__", type(function).__qualname__) + "\n"
+    return f"# {name}:\n" + textwrap.indent(source, "# ")
