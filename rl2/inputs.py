@@ -15,12 +15,11 @@ from rl2.config.schema import (
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, Mixture, RowKind, describe_steps, hold_out
-from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.attachment import ModelSettings
 from rl2.model.folder import check_length as check_num_positions
 from rl2.model.load import check_attachments
-from rl2.parallel.rank import is_first_rank
+from rl2.parallel.rank import print_once
 from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
 from rl2.run.folder import RunFolder
 
@@ -78,8 +77,6 @@ def make_examples(
     sources, tests = _tokenise(data, rows, kind, template, problems)
     if problems:
         raise ValueError("\n".join(problems))
-    for path_rows in rows.values():
-        print_once(warn_of_text_prompts(path_rows, template))
     print_once(_warn_of_trained_tests(data))
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
@@ -125,18 +122,6 @@ def _tokenise(
     return sources, tests
 
 
-def warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
-    """A warning if the model has a chat template and prompts in plain text do not get it."""
-    if NO_TEMPLATE not in rows.notes or not template.tokenizer.chat_template:
-        return []
-    count = rows.notes[NO_TEMPLATE].count
-    return [
-        f"warning: {rows.path}: the model has a chat template, and {count} of {len(rows)} prompts "
-        "do not get it, since they are text: right for a base model; for a chat model write prompt "
-        'as [{"role": "user", "content": TEXT}]'
-    ]
-
-
 def _warn_of_trained_tests(data: DataConfig) -> list[str]:
     """A warning for each test set in files that are also the training rows."""
     trained = {hash_data(path, "train") for path in data.train_paths.values()} - {""}
@@ -176,12 +161,6 @@ def check_lora(config: Config) -> None:
             section = replace(section, model_name=model_name(config, worker))
             is_critic = worker == "critic"
             check_attachments(ModelSettings(section, torch.float32, is_critic, trainable=True))
-
-
-def print_once(sentences: list[str]) -> None:
-    """The first process prints the sentences, one a line."""
-    for sentence in sentences if is_first_rank() else []:
-        print(sentence)
 
 
 def make_chat_template(

@@ -8,12 +8,8 @@ from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
-from rl2.inputs import (
-    check_length,
-    make_examples,
-    print_once,
-    read_rows,
-)
+from rl2.inputs import check_length, make_examples, read_rows
+from rl2.parallel.rank import print_once
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
 
@@ -41,8 +37,7 @@ def make_prompts(
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
-    problems = [*find_unknown_stop_ids(config, template)]
-    train, tests = make_examples(config, rows, PROMPT_ROWS, template, problems)
+    train, tests = make_examples(config, rows, PROMPT_ROWS, template, [])
     if config.trainer.eval_only:
         train = None
     for examples in tests.values():
@@ -93,9 +88,6 @@ def read_envs(
         except ValueError as error:
             problems.append(f"{key}: {error}" if source else str(error))
     problems += _find_agent_problems(rollout, envs)
-    has_run = any(env.spec.run is not None for env in envs.values())
-    if rollout.endpoint_host != RolloutConfig.endpoint_host and envs and not has_run:
-        warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
     return envs, warnings
 
 
@@ -117,17 +109,3 @@ def _find_agent_problems(rollout: RolloutConfig, envs: dict[str, Env]) -> Iterat
             f"rollout.env_path: the envs of {', '.join(with_agent)} have run() or play(), and the "
             "others have neither: take sources of one kind, or write one of the two for all"
         )
-
-
-def find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> Iterator[str]:
-    """The problems of tokens that should end a turn and that the tokenizer does not have."""
-    last = template.last_token_id
-    for section in SAMPLING_SECTIONS.values():
-        key = f"rollout.{section}.stop_token_ids"
-        ids = getattr(config.rollout, section).stop_token_ids
-        unknown = [token_id for token_id in ids if token_id > last]
-        if unknown:
-            yield (
-                f"{key}={ids}: the tokenizer of {config.actor.model_name} has no token "
-                f"{', '.join(map(str, unknown))}, its last one is {last}"
-            )

@@ -6,6 +6,8 @@ import pytest
 from chat_families import BYTES, CHATML, make_tokenizer
 
 from rl2.data.chat import ChatTemplate
+from rl2.data.examples import render_prompt
+from rl2.data.probe import find_unshown
 
 # What CHATML writes of a message m, and before a reply.
 MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -147,7 +149,7 @@ def test_variables_reach_the_template_and_wrong_ones_are_refused():
             ChatTemplate(tokenizer, variables={name: 1})
 
 
-def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
+def test_the_system_prompt_comes_first_unless_the_row_has_its_own():
     template = ChatTemplate(make_tokenizer(), system_prompt="Be kind.")
     start = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
     assert template.render(QUESTION).startswith(start)
@@ -157,10 +159,10 @@ def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
     messages = [*QUESTION, {"role": "assistant", "content": "4"}]
     tokens += bytewise(template.tokenizer, "4")
     assert template.extend(tokens, 1, messages, QUESTION) is not None
-    template.warn_of_ignored([{"messages": own}])
-    assert capsys.readouterr().out == ""
-    template.warn_of_ignored([{"messages": own}, {"messages": "2+2="}])
-    assert "warning: data.system_prompt is not shown in all rows" in capsys.readouterr().out
+    assert find_unshown(template, {"messages": own}, render_prompt) == []
+    row = {"messages": "2+2=", "tools": [{"name": "add"}]}
+    warnings = find_unshown(template, row, render_prompt)
+    assert [line.rpartition(" ")[2] for line in warnings] == ["data.system_prompt", "tools"]
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

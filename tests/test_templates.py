@@ -279,7 +279,7 @@ def test_tools_are_shown_called_and_answered_token_by_token(name):
     template = make_template(name)
     engine = ScriptedEngine(Caller(name, template))
     env = make_env({"make_env": Look})
-    with mock.patch("rl2.rollout.player.ChatTemplate.warn_of_ignored"):
+    with mock.patch("rl2.rollout.player.find_unshown", return_value=[]):
         trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
     results = [m for m in trajectory.messages if m["role"] == "tool"]
     assert [m["name"] for m in results] == ["look"] * 3 and trajectory.num_turns == 3

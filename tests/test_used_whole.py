@@ -256,7 +256,7 @@ def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, caps
             (LABELLED_ROWS, {"completion": "w", "label": True}),
         ):
             read(tmp_path, {**prompt, **reply, column: "x"}, "chatml", kind)
-            assert f"warning: column '{column}' is not used" in capsys.readouterr().out
+            assert f"columns neither shown nor trained: '{column}'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl2.data.messages import SYSTEM_ROLES, Messages, abbreviate, common_prefix_length
-from rl2.parallel.rank import is_first_rank
 
 PROBE = "rl2probe"  # a content that no template changes
 MAX_OPENING = 16  # characters of a reply that a generation prompt begins with, such as <think>
@@ -208,24 +207,6 @@ class ChatTemplate:
             text, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         return encoded["input_ids"]
-
-    def warn_of_ignored(self, rows: list[dict]) -> None:
-        """Prints warnings, on the first process, if the rows' text lacks tools or system prompt."""
-        if not is_first_rank():
-            return
-        reason = "text prompts have no chat template"
-        if self.system_prompt and any(isinstance(row["messages"], str) for row in rows):
-            print(f"warning: data.system_prompt is not shown in all rows: {reason}")
-        row = next((row for row in rows if row.get("tools")), None)
-        if row is None:
-            return
-        if isinstance(row["messages"], str):
-            print(f"warning: tools are not shown: {reason}")
-        elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
-            print(
-                "warning: tools are not shown: the model's chat template ignores them. "
-                "Describe them in the prompt"
-            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens with its special tokens, spaces unchanged."""

@@ -27,7 +27,7 @@ from rl2.data.messages import abbreviate, is_trained
 from rl2.data.probe import find_unshown
 from rl2.data.rows import Rows, check_problems
 from rl2.data.store import make_table, table_key
-from rl2.parallel.rank import is_first_rank
+from rl2.parallel.rank import print_once
 
 ROWS_PER_BATCH = 1000  # of a call of the tokenizer
 
@@ -83,7 +83,6 @@ class Examples:
         self.source = source
         self.template = template
         self.kind = kind
-        template.warn_of_ignored([rows[kind.first] for kind in rows.kinds])
         self._print_unshown()
         key = None
         if rows.key:
@@ -129,17 +128,15 @@ class Examples:
         warnings: dict[str, str] = {}  # and the first row of each
         for form in self.rows.kinds:
             row = self.rows[form.first]
-            if isinstance(row["messages"], str):
-                continue
-            self.template.check_exists()
+            if not isinstance(row["messages"], str):
+                self.template.check_exists()
             try:
                 for warning in find_unshown(self.template, row, self.kind.render):
                     warnings.setdefault(warning, form.location)
             except ValueError as error:
                 problems[str(error)] += [form.location] * form.count
         check_problems(self.rows.path, problems)
-        for warning, location in warnings.items() if is_first_rank() else ():
-            print(f"{warning} (first in {location})")
+        print_once(f"{text} (first in {location})" for text, location in warnings.items())
 
     def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
         """The sequences of a row, from the tokens of its texts."""
@@ -360,20 +357,6 @@ class DataCursor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = self.rows_done = state["rows_done"]
-
-
-def summarise_sources(examples: list[Example]) -> dict[str, float]:
-    """The examples of a batch and their trained tokens by source, as metrics sources/NAME/...
-
-    There are none for rows of a path without a name.
-    """
-    metrics: dict[str, float] = defaultdict(int)
-    for example in examples:
-        if example.source:
-            metrics[f"sources/{example.source}/rows"] += 1
-            trained = sum(sum(mask) for _, mask in example.sequences)
-            metrics[f"sources/{example.source}/tokens"] += trained
-    return dict(sorted(metrics.items()))
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:

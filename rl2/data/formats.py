@@ -44,7 +44,10 @@ SHAREGPT_ROLES = {
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
 INPUT_COLUMNS = ("input", "context")  # what the question in another column is about
-NO_TEMPLATE = "text in prompt is read as it is, without the chat template"  # a note
+NO_TEMPLATE = (
+    "text in prompt is read as it is, without the chat template, as for a base model; a chat model "
+    'needs [{"role": "user", "content": TEXT}]'
+)
 
 
 def rename_columns(row: dict, columns: dict[str, str]) -> dict:

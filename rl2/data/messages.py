@@ -20,17 +20,16 @@ CONVERSATION_COLUMNS = ("messages", "completion", "chosen", "rejected")
 # Fields of a reply that say whether it is trained, for OpenAI, axolotl, ms-swift and torchtune.
 TRAINED_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_scale")
 UNTRAINED_FIELDS = ("masked",)
-# Columns that change what other trainers train, and that rl2 does not read.
-UNREAD_COLUMNS = (
-    "input",
-    "context",
-    "history",
-    "functions",
-    "chat_template_kwargs",
-    "weight",
-    "loss_weight",
-    "sample_weight",
-    "loss_mask",
+# Columns that SFT, DPO and reward models use.
+READ_COLUMNS = (
+    *CONVERSATION_COLUMNS,
+    "prompt",
+    "text",
+    "tools",
+    "system",
+    "system_prompt",
+    "margin",
+    "label",
 )
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
 
@@ -161,11 +160,6 @@ def find_oddities(row: dict) -> list[str]:
     """Warnings of what is allowed but seldom meant. ValueError for a question about an image."""
     warnings = []
     messages = row["messages"]
-    roles = [message["role"] for message in messages] if isinstance(messages, list) else []
-    for role in sorted({*roles} - {*ROLES}):
-        warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
-    if roles and not {*roles} - {"system", "developer"}:
-        warnings.append("warning: the conversation has no message of the user")
     for message in messages if isinstance(messages, list) else []:
         if message["role"] != "assistant" and any(message.get(n) for n in TRAINED_FIELDS):
             warnings.append(f"warning: a message of the {message['role']} is never trained")
@@ -183,12 +177,9 @@ def find_oddities(row: dict) -> list[str]:
 
 
 def find_unread(row: dict) -> list[str]:
-    """Warnings of columns that change what other trainers train, and that rl2 does not read."""
-    return [
-        f"warning: column {column!r} is not used: it is neither shown nor trained"
-        for column in UNREAD_COLUMNS
-        if row.get(column)
-    ]
+    """Names the columns that are not used: to other trainers they may change what is trained."""
+    unread = [repr(column) for column in row if column not in (*READ_COLUMNS, *MEDIA_COLUMNS)]
+    return [f"columns neither shown nor trained: {', '.join(unread)}"] if unread else []
 
 
 def read_column(row: dict, column: str) -> Any:

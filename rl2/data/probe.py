@@ -110,10 +110,13 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
         return []  # the row itself is refused too, with its own reason
     texts = [text for reply in rendered for text in reply]
     shown = {place: max(text.count(word) for text in texts) for place, word in probes.words.items()}
+    is_text = isinstance(row["messages"], str)
     if not any((template.system_prompt or "").strip() in text for text in texts):
-        first = row["messages"][0]
-        if first["role"] not in SYSTEM_ROLES:  # it has none of its own
+        if is_text or row["messages"][0]["role"] not in SYSTEM_ROLES:  # it has none of its own
             shown["data.system_prompt"] = 0
+    if row.get("tools") and _try(render, template, row | planted | {"tools": None}) == rendered:
+        shown["tools"] = 0
+        probes.optional.add("tools")
     for place, (message, name) in probes.others.items():
         value = message.pop(name)
         if _try(render, template, row | planted) == rendered:
@@ -121,6 +124,8 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
             probes.optional.add(place)
         message[name] = value
     lost = [place for place, count in shown.items() if not count]
+    if is_text:
+        return [f"warning: a prompt in plain text does not show {place}" for place in lost]
     if refused := [place for place in lost if place not in probes.optional]:
         raise ValueError(
             f"the model's chat template does not show {', '.join(refused)}: give it another role "
@@ -131,15 +136,19 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
     for place, count in shown.items():
         if count > 1 and place.endswith(")"):  # a name of a call may come again with its result
             warnings.append(f"warning: the model's chat template shows {place} {count} times")
+    return warnings + _find_unlike_prompts(rendered)
+
+
+def _find_unlike_prompts(rendered: Sequence[tuple[str, ...]]) -> list[str]:
+    """A warning if a reply is not trained behind the prompt that the model samples it from."""
     for before, whole in (reply for reply in rendered if len(reply) == 2):
         beginning = before[common_prefix_length(before, whole) :]
         if beginning:
-            warnings.append(
+            return [
                 f"warning: the chat template ends a prompt with {beginning!r}, which is not in "
                 "front of the replies that are trained"
-            )
-            break
-    return warnings
+            ]
+    return []
 
 
 def _try(render: Render, template: ChatTemplate, row: dict) -> Sequence[tuple[str, ...]] | None:

@@ -1,6 +1,7 @@
 """This process among those of the job, as torchrun says. Imports no torch."""
 
 import os
+from collections.abc import Iterable
 
 
 def is_first_rank() -> bool:
@@ -11,3 +12,9 @@ def is_first_rank() -> bool:
 def is_first_of_node() -> bool:
     """Whether this is the first process of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def print_once(sentences: Iterable[str]) -> None:
+    """The first process prints the sentences, one a line."""
+    for sentence in sentences if is_first_rank() else []:
+        print(sentence)

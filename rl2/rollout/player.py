@@ -8,10 +8,13 @@ from itertools import chain, compress
 from typing import Any
 
 from rl2.data.chat import ChatTemplate
+from rl2.data.examples import render_prompt
+from rl2.data.probe import find_unshown
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
 from rl2.env.tool_calls.find import Found
+from rl2.parallel.rank import print_once
 from rl2.rollout.calls import CallReader
 from rl2.rollout.trajectory import (
     FinishReason,
@@ -42,7 +45,8 @@ class Player:
         question = [{"role": "user", "content": "?"}]
         for env in self.envs.values():
             if env.tools:
-                self.template.warn_of_ignored([{"messages": question, "tools": env.tools}])
+                row = {"messages": question, "tools": env.tools}
+                print_once(find_unshown(self.template, row, render_prompt))
                 _ = self.call_reader  # warns now
 
     def env_of(self, trajectory: Trajectory) -> Env:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
 from rl2.config.schema import worker_names
-from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
+from rl2.data.examples import DataCursor, Example, RowKind
 from rl2.inputs import (
     check_lora,
     count_steps,
@@ -58,7 +58,6 @@ class OfflineRun:
         examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(examples, folder)
         self.cursor = DataCursor(examples)
-        self.source_metrics: dict[str, float] = {}  # of the last batch
         self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         torch.manual_seed(config.trainer.seed)  # of new weights, and their places in dither.py
         worker_config = getattr(config, self.worker_name)
@@ -84,16 +83,14 @@ class OfflineRun:
     def next_batch(self) -> Batch:
         """The batch of the next step."""
         with self.recorder.phase("data"):
-            examples = self.cursor.next_batch()
-            self.source_metrics = summarise_sources(examples)
-            return self.make_batch(self, examples)
+            return self.make_batch(self, self.cursor.next_batch())
 
     def finish_step(self, step: int, batch: Batch, result: UpdateResult) -> bool:
         """Evaluates, logs and saves where that is due. Returns whether to stop here."""
         metrics = {f"{self.worker_name}/{name}": x for name, x in result.to_log().items()}
         metrics["tokens/trained"] = int(batch.mask.sum())
         metrics["tokens/total"] = sum(end for _, end in scored_spans(batch))
-        return self.recorder.finish_step(step, metrics | self.source_metrics)
+        return self.recorder.finish_step(step, metrics)
 
     def measure_loss(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
         """Returns the loss on test rows, and its metrics."""
