@@ -610,12 +610,18 @@ def test_pairs_of_text(tmp_path, capsys):
     assert "is read as the prompt (1 of 1 rows" in text
 
 
-def test_a_column_of_media_warns_once(tmp_path, capsys):
-    row = {"messages": "x", "images": [1]}
+@pytest.mark.parametrize(
+    ("row", "warning"),
+    [
+        ({"messages": [{"role": "critic", "content": "x"}]}, "the role 'critic' is unusual"),
+        ({"messages": "x", "images": [1]}, "column 'images' is not shown to the model"),
+    ],
+)
+def test_what_is_seldom_meant_warns_once(tmp_path, capsys, row, warning):
     rows = [ROWS[0], row, row]
     assert list(load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row)) == rows
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: column 'images' is not shown to the model")
+    assert line.startswith("warning: ") and warning in line
     assert line.endswith(f"(2 of 3 rows, first {tmp_path}/a.jsonl, row 3)")
 
 

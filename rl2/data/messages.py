@@ -161,6 +161,10 @@ def find_oddities(row: dict) -> list[str]:
     warnings = []
     messages = row["messages"]
     for message in messages if isinstance(messages, list) else []:
+        if message["role"] not in ROLES:
+            warnings.append(f"warning: the role {message['role']!r} is unusual: is it meant?")
+            break
+    for message in messages if isinstance(messages, list) else []:
         if message["role"] != "assistant" and any(message.get(n) for n in TRAINED_FIELDS):
             warnings.append(f"warning: a message of the {message['role']} is never trained")
             break
