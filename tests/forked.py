@@ -19,8 +19,12 @@ import pandas  # noqa: F401  (pyarrow imports it with the first table, and the n
 import pyarrow.pandas_compat  # noqa: F401
 import torch.distributed as dist
 from transformers import conversion_mapping
+from transformers.models.llama import modeling_llama  # noqa: F401  (of most models here)
 
 import rl2.engine.local  # noqa: F401  (trainers import the engine that their config names)
+from rl2.config.arguments import read_arguments
+from rl2.config.parse import compose
+from rl2.config.schema import PPOConfig
 from rl2.parallel.mesh import GPU_FILE
 from rl2.trainer import dpo, ppo, rm, sft
 
@@ -31,6 +35,8 @@ if not os.path.exists(GPU_FILE):  # bitsandbytes asks the GPU, which no fork cou
 MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
 # transformers keeps its table of renamed weights, which takes a tenth of a short run to build.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
+# Hydra reads its grammar with the first config, which takes a quarter of a short run.
+compose(PPOConfig, read_arguments(PPOConfig, ["trainer.disable_wandb=true"]))
 
 
 class ForkedRuns:
