@@ -53,17 +53,19 @@ def combinations(family: str, world: int) -> list[tuple[bool, bool, int, tuple[i
     """(critic, share_prompts, max_length_per_device, layout) of the runs of a model.
 
     One process runs policies and critics with many micro-batches and with one. Of several, each
-    layout has one kind of micro-batches for policies and the other for critics; the models of the
-    other family have it the other way round. Prompts are shared in about half of the runs.
+    layout has one run of a family. That of the other family differs in all three, and four layouts
+    in a row have the eight choices.
     """
     is_llama = family == "llama"
     cases = []
     for number, layout in enumerate(LAYOUTS[world]):
         for critic, is_large in product([False, True], repeat=2):
-            if world == 1:
-                cases.append((critic, is_llama ^ critic ^ is_large, is_large, layout))
-            elif is_large == (critic == is_llama):
-                cases.append((critic, is_llama ^ bool(number % 2), is_large, layout))
+            share = is_llama ^ critic ^ is_large
+            if world == 1 or (critic, is_large) == (
+                is_llama ^ bool(number % 2),
+                is_llama ^ bool(number // 2 % 2),
+            ):
+                cases.append((critic, share, is_large, layout))
     budgets = (SMALL_BUDGET, LARGE_BUDGET)
     return [(critic, share, budgets[large], layout) for critic, share, large, layout in cases]
 

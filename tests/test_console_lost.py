@@ -22,7 +22,7 @@ def reward_fn(messages, answer):
     subprocess.run(["echo", "noise"], check=False)  # it may be the first to write in vain
     return len(messages[-1]["content"]) / 99
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def command(tmp_path):
     (tmp_path / "env.py").write_text(NOISY_ENV)
     keys += [
         "data.responses_per_prompt=4",
-        "trainer.n_epochs=1",
+        "trainer.max_steps=2",
         f"trainer.save_dir={tmp_path}/run",
     ]
     return ["-m", "rl2.trainer.ppo", *keys]
@@ -40,7 +40,7 @@ def command(tmp_path):
 def check_is_whole(process, folder):
     assert process.wait(timeout=200) == 0
     lines = read_metrics(folder / "run")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines] == [1, 2]
     assert all(line["rollout/failed"] == 0 for line in lines)
     assert (folder / "run/model/model.safetensors").exists()
 

@@ -171,7 +171,7 @@ def difference(batch, worker, temperature=1.0) -> float:
         *itertools.product(["llama", "qwen3"], ["bfloat16", "float32"], [1]),
         *zip(OTHER_FAMILIES, itertools.cycle(["bfloat16", "float32"]), itertools.repeat(1)),
         # Two threads wait for each other while other tests run, and divide all products alike.
-        ("llama", "bfloat16", 2),
+        pytest.param("llama", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("mistral with a window", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("qwen3", "float32", 2, marks=pytest.mark.nightly),
     ],
@@ -413,11 +413,9 @@ def test_whole_runs_are_exact(models, tmp_path):
         "trainer.disable_wandb=true",
     ]
     variants = {
-        "default": [],
-        "exact_twice": ["rollout.exact=true", "actor.update_per_rollout=2", "kl.coef=0.01"],
+        "by_default": ["actor.update_per_rollout=2", "kl.coef=0.01", "kl.type=reward"],
         "adapters": ["actor.lora_rank=8", "rollout.exact=true", "rollout.check_weights=true"],
     }
-    variants["exact_twice"].append("kl.type=reward")
     variants["adapters"] += ["actor.lr=1e-2", "kl.coef=0.01", "kl.type=loss"]
     runs = [[*common, f"trainer.save_dir={tmp_path / key}", *v] for key, v in variants.items()]
     launch_runs(2, runs)
