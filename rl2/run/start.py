@@ -6,12 +6,10 @@ A run resumes only if it is the experiment of that checkpoint, by its config and
 import hashlib
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rl2.config.schema import Config, dump
 from rl2.config.values import flatten
@@ -211,7 +209,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 
 def identify(config: Config, data_hash: str) -> RunIdentity:
     """Returns the identity of a run. `data_hash` is of the training rows, "" if it is unknown."""
-    values = dict(flatten(yaml.safe_load(dump(config))))
+    values = dict(flatten(asdict(config)))
     contents = {DATA: data_hash} if data_hash else {}
     for name, value in values.items():
         files = _find_files(name, value)
