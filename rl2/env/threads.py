@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
 import selectors
 import sys
 import threading
@@ -22,12 +23,12 @@ from typing import Any
 from rl2.env.contract import EnvError, LateError
 from rl2.env.results import check_result, raising_env_error
 from rl2.progress import expecting
-from rl2.thread_exceptions import raise_in_thread
 
 # Seconds after which a thread that computes gives Python's lock to one that waits. An engine takes
 # the lock hundreds of times a step: with Python's 0.005 it would wait for busy threads most of the
 # time. Beside four of them a decoding step took 23.9 s with it, and 6.1 s with 0.0001.
 SWITCH_SECONDS = 0.0001
+SECONDS_TO_START = 1.0  # in which a new thread runs, unless it is lost
 # A stack is shown without the frames of these folders above the env's own.
 OUTSIDE = (
     str(Path(asyncio.__file__).parent),
@@ -67,6 +68,28 @@ class CallThread(threading.Thread):
         with self._lock:  # it cannot end meanwhile, and its number go to another thread
             if not self.result.done():
                 raise_in_thread(self, CallEnded)
+
+
+def raise_in_thread(thread: threading.Thread, exception_type: type[BaseException]) -> None:
+    """Raises an exception of this type in a thread that lives, as soon as it runs Python code.
+
+    Until a new thread runs, Python has it under the number of the thread that starts it, and may
+    raise the exception there. It would end at once, and `start` would wait for it forever. So the
+    exception waits until no thread is about to start.
+    """
+    number = ctypes.c_ulong(thread.ident or 0)
+    deadline = time.monotonic() + SECONDS_TO_START
+    while True:
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            # `start` adds the new thread to _limbo under this lock, and that removes itself. So no
+            # new thread can have the number meanwhile.
+            if not thread.is_alive():
+                return
+            if not threading._limbo or time.monotonic() > deadline:  # type: ignore[attr-defined]
+                error = ctypes.py_object(exception_type)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+                return
+        time.sleep(0.0005)
 
 
 def start_thread(name: str, function: Callable[[], Any]) -> CallThread:
