@@ -165,20 +165,26 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, mo
     "name, half, most_accepted, most_denied",
     [
         ("maths_held_out", "A", 0, 0.04),
-        ("maths_held_out", "B", 5, 0.04),
-        ("maths_held_out_2", "A", 1, 0.04),
+        ("maths_held_out", "B", 2, 0.04),
+        ("maths_held_out_2", "A", 0, 0.04),
         ("maths_held_out_2", "B", 1, 0.04),
-        ("maths_held_out_3", "B", 10, 0.16),
+        ("maths_held_out_3", "B", 8, 0.08),
+        ("maths_replies", "A", 0, 0.04),
+        ("maths_replies", "B", 0, 0.04),
     ],
 )
 def test_verdicts_on_forms_that_were_written_before_the_checker(
     name, half, most_accepted, most_denied
 ):
-    """The second set has been read since. The third one, of longer sentences, is only counted."""
+    """The second set has been read since. The third one, of longer sentences, is only counted.
+
+    The last set has whole replies, and half B of it is only counted, too.
+    """
     accepted, denied, num_right = [], [], 0
     lines = (Path(__file__).parent / "cases" / f"{name}.jsonl").read_text("utf-8")
     for entry in filter(lambda entry: entry["half"] == half, map(json.loads, lines.splitlines())):
         form = "#### FIELD" if entry["env"] == "gsm8k" else r"So it is \boxed{FIELD}."
+        form = "FIELD" if name == "maths_replies" else form
         num_right += len(entry["right"])
         for reply, answer, is_right in maths_forms.in_form(
             form, [entry | {"answer": entry["gold"]}]
@@ -186,6 +192,7 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(
             reward_fn = import_env_file(entry["env"]).reward_fn
             if judge(reward_fn, reply, answer, entry["question"]) != is_right:
                 (denied if is_right else accepted).append((reply, answer))
+    print(f"accepted {len(accepted)}, denied {len(denied)} of {num_right}")
     assert len(accepted) <= most_accepted
     assert len(denied) <= most_denied * num_right
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache, lru_cache
+from typing import Any
 
 from rl2.rewards.numbers import (
     DOUBTFUL,
@@ -31,7 +32,7 @@ from rl2.rewards.numbers import (
 from rl2.rewards.numbers import asked_scale as asked_scale
 from rl2.rewards.numbers import is_other_unit as is_other_unit
 from rl2.rewards.numbers import quantity as quantity
-from rl2.rewards.spelling import in_latex, one_spelling, plain_field
+from rl2.rewards.spelling import in_latex, in_prose, one_spelling, plain_field
 from rl2.rewards.spelling import plain as plain
 
 MAX_PROCESSES = 4  # of math-verify, in each process that calls same_maths
@@ -61,19 +62,19 @@ IGNORED = re.compile(r"\\[lc]?dots|\.\.|mod|\\infty\]|\[-\\infty|(?<=\d)'")
 CONSTANT = re.compile(r"(?:[^a-zA-Z]|\\(?:frac|sqrt|pi|cdot|times|div)(?![a-zA-Z]))*")
 # What an equation may define: x, f(x), a_1, AP:PB
 NAME = re.compile(r"[a-zA-Z]+(?:\([a-zA-Z]\)|_\{?\w+\}?|:[a-zA-Z]+)?")
-# A product that math-verify takes for a mixed number
-JUXTAPOSED = re.compile(r"(?<![\d._^])(\d+)\s*\((?=\s*\\[dtc]?frac)", re.ASCII)
+# A product that math-verify takes for a sum: 9(2), (10)(3)
+JUXTAPOSED = re.compile(
+    r"((?<![\d._^])\d+|(?<=\d)\)|\\frac\{\d+\}\{\d+\})\s*\((?=\s*[\d\\])", re.ASCII
+)
+# Words before a formula, and the only ones around a word that is the answer
+INTRODUCED = re.compile(r"\s*\\text\s*\{[^{}\d]*[ :]\}(.*\S.*)", re.DOTALL)
+AROUND = r"(?:[\w' ]*\b(?:is|are|an?|the|facing|faces) )?{}(?: [a-z' ]+)?\.?"
+LETTERED = re.compile(r"\(?([A-Z])[).:](?: [A-Za-z][a-z' ]+)*")  # (C) Plane
+COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
 BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
-# Intervals, also with outward brackets, and inequalities of one letter, as one_spelling has them
-INTERVAL = re.compile(r"(?:[a-zA-Z]\\in)?([(\[\]])([^()\[\]]+,[^()\[\]]+)([)\[\]])")
-BOUND = r"[^<>=,a-zA-Z]*(?:\\(?:frac|sqrt|pi|infty)[^<>=,a-zA-Z]*)*"
-UNKNOWN = r"[a-zA-Z](?:\([a-zA-Z]\))?"
-LESS, GREATER = r"(<|\\lt|\\le)", r"(>|\\gt|\\ge)"
-BETWEEN = re.compile(rf"({BOUND}){LESS}{UNKNOWN}{LESS}({BOUND})")
-DOWN = re.compile(rf"({BOUND}){GREATER}{UNKNOWN}{GREATER}({BOUND})")
-FROM = re.compile(rf"{UNKNOWN}{GREATER}({BOUND})|({BOUND}){LESS}{UNKNOWN}")
-UNEQUAL = re.compile(rf"[a-zA-Z]\\ne({BOUND})")
-UP_TO = re.compile(rf"{UNKNOWN}{LESS}({BOUND})|({BOUND}){GREATER}{UNKNOWN}")
+# An interval or a tuple, as one_spelling has it
+INTERVAL = re.compile(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]")
+OR = re.compile(r"\s*(?:\\text\w*\s*\{\s*or\s*\}|\\lor|\\vee|(?<![a-zA-Z])or(?![a-zA-Z]))\s*")
 # A letter alone, also inside \text{}
 CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", re.ASCII)
 
@@ -130,19 +131,28 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
     spelling, expected_spelling = one_spelling(field), one_spelling(answer)
     if spelling in ("", expected_spelling):
         return spelling != ""
-    sides = _sides(spelling)
-    if sides != [spelling] and "=" not in expected_spelling:  # math-verify would take the last one
+    sides = _sides(field)
+    if sides != [field] and "=" not in expected_spelling:  # math-verify would take the last one
         return all(same_maths(side, answer, cpu_seconds) for side in sides)
+    return _is_same_formula(field, answer, cpu_seconds)
+
+
+def _is_same_formula(field: str, answer: str, cpu_seconds: float) -> bool:
+    """Returns the verdict of math-verify, but on what it would read in another way."""
+    spelling, expected_spelling = one_spelling(field), one_spelling(answer)
     exact, approximately, decimal = spelling.partition(r"\approx")
     if approximately and approximately not in expected_spelling:
         return same_maths(exact, answer, cpu_seconds) and _rounds_to(answer, decimal, cpu_seconds)
+    if _is_in_words(field, answer):
+        return True
     if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
         return False
-    if expected is not None and LETTER.search(plain_field(field)):
+    if introduced := INTRODUCED.fullmatch(field):
+        return same_maths(introduced[1], answer, cpu_seconds)
+    if INTERVAL.fullmatch(spelling) and (column := COLUMN.fullmatch(expected_spelling)):
+        answer = f"({column[1]})".replace(r"\\", ",")
+    if number(answer) is not None and LETTER.search(plain_field(field)):
         return False
-    interval, expected_interval = _as_interval(spelling), _as_interval(expected_spelling)
-    if expected_interval or r"\cup" in expected_spelling:
-        field, answer = interval or field, expected_interval or answer
     field, answer = (KNOWN_UNIT.sub(" ", in_latex(text)) for text in (field, answer))
     # It would ignore the text, as a unit: 3\text{ or 4}.
     field = ALTERNATIVE.sub(r" \1 ", JUXTAPOSED.sub(r"\1\\cdot(", field))
@@ -185,12 +195,14 @@ def _is_other(spelling: str, expected: str) -> bool:
         return True
     if spelling.count(":") > 1 and spelling.count(":") != expected.count(":"):  # 3:4:1
         return True
-    if expected_ends := INTERVAL.fullmatch(expected):
-        ends = INTERVAL.fullmatch(_as_interval(spelling) or "")
-        if re.search(r"^\\\{|\\pm", spelling) or (
-            ends and ends[1] + ends[3] != expected_ends[1] + expected_ends[3]
-        ):
+    if INTERVAL.fullmatch(expected) and re.search(r"^\\\{|\\pm", spelling):
+        return True
+    if INTERVAL.fullmatch(expected) and INTERVAL.fullmatch(spelling):
+        if spelling[0] + spelling[-1] != expected[0] + expected[-1]:  # [2,1] is no tuple
             return True
+    is_formula = not {*spelling}.isdisjoint("0123456789")
+    if is_formula and {*spelling} != {*expected} and {*spelling.lower()} == {*expected.lower()}:
+        return True  # 3r^2 for 3R^2
     return any(
         pattern.findall(spelling.lower()) != pattern.findall(expected.lower())
         for pattern in (SCALE, IGNORED)
@@ -206,44 +218,30 @@ def _has_doubtful_text(field: str, answer: str) -> bool:
     return bool(doubtful - {*re.findall(r"[a-z]+", answer.lower())})
 
 
-def _sides(spelling: str) -> list[str]:
-    """Returns the sides of x=2+3=5 that must be the answer: 2+3, and 5.
+def _is_in_words(field: str, answer: str) -> bool:
+    """Returns whether a field says a word or a choice: Navin would win, (C) Plane."""
+    text, expected = in_prose(field), in_prose(answer).strip("() .")
+    doubtful = DOUBTFUL - {"most", "least"}
+    if not expected.isalpha() or not doubtful.isdisjoint(re.findall("[a-z]+", text.lower())):
+        return False
+    if choice := LETTERED.fullmatch(text):
+        return choice[1] == expected
+    return bool(re.fullmatch(AROUND.format(expected), text))
+
+
+def _sides(field: str) -> list[str]:
+    """Returns the sides of x=2+3=5 that must be the answer: the last one, and 2+3.
 
     Several equations are one side.
     """
-    *before, last = [spelling] if "," in spelling else spelling.split("=")
-    constants = [side for side in before if CONSTANT.fullmatch(side)]
-    names = [side for side in before if NAME.fullmatch(side)]
+    *before, last = field.split("=")
+    if "," in field and number(last) is None:
+        return [field]
+    spellings = [one_spelling(side) for side in before]
+    constants = [side for side in spellings if CONSTANT.fullmatch(side)]
+    names = [side for side in spellings if NAME.fullmatch(side)]
     are_all = len(constants) + len(names) == len(before)
-    return [*constants, last] if constants or are_all else [spelling]
-
-
-def _as_interval(spelling: str) -> str | None:
-    r"""Returns the interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it.
-
-    The one of x<2 or x>3, and of x\ne2, is a union.
-    """
-    if "or" in (parts := re.split(r"(or)(?=[^a-zA-Z]|[a-zA-Z][<>\\])", spelling)):
-        intervals = [_as_interval(part) for part in parts[::2]]
-        return r"\cup".join(map(str, intervals)) if all(intervals) else None
-    if match := UNEQUAL.fullmatch(spelling):
-        return rf"(-\infty,{match[1]})\cup({match[1]},\infty)"
-    if match := INTERVAL.fullmatch(spelling):
-        opening, inside, closing = match.groups()
-        return f"{'(' if opening == ']' else opening}{inside}{')' if closing == '[' else closing}"
-    if match := BETWEEN.fullmatch(spelling):
-        low, above, below, high = match.groups()
-    elif match := DOWN.fullmatch(spelling):
-        high, below, above, low = match.groups()
-    elif match := FROM.fullmatch(spelling):
-        low, above, below, high = match[2] or match[3], match[1] or match[4], "<", r"\infty"
-    elif match := UP_TO.fullmatch(spelling):
-        low, above, below, high = r"-\infty", "<", match[1] or match[4], match[2] or match[3]
-    else:
-        return None
-    opening = "[" if above in (r"\le", r"\ge") else "("
-    closing = "]" if below in (r"\le", r"\ge") else ")"
-    return f"{opening}{low},{high}{closing}" if low and high else None
+    return [*constants, last] if constants or are_all else [field]
 
 
 def _is_close(value: Fraction, expected: Fraction) -> bool:
@@ -318,17 +316,8 @@ def serve() -> None:
     when it has used its time, also in code that never returns to Python. The time is that of the
     processor, so that verdicts do not depend on how busy the machine is.
     """
-    from latex2sympy2_extended import NormalizationConfig, normalize_latex
     from math_verify import verify
-    from math_verify.parser import parse_latex_cached
 
-    # The field is parsed as a whole. math_verify.parse would look for an answer in it.
-    config = NormalizationConfig(
-        units=True,
-        malformed_operators=True,
-        nits=True,
-        boxed="none",
-    )
     logging.disable()
     verdicts = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     with suppress(OSError, ValueError):  # not every system has this limit
@@ -342,11 +331,40 @@ def serve() -> None:
         field, answer, cpu_seconds, decimals = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            expected = parse_latex_cached(normalize_latex(answer, config))
-            value = parse_latex_cached(normalize_latex(field, config))
-            rounding = {} if decimals is None else {"float_rounding": decimals}
-            verdict = verify(expected, value, timeout_seconds=None, **rounding)
+            expected, value = _parsed(answer), _parsed(field)
+            options = {} if decimals is None else {"float_rounding": decimals}
+            options |= {"allow_set_relation_comp": True}  # x > 2 is (2, infinity)
+            verdict = verify(expected, value, timeout_seconds=None, **options)
         except Exception:  # LaTeX that the parser does not know, or more memory than allowed
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(bool(verdict)), file=verdicts)
+
+
+def _parsed(latex: str) -> Any:
+    """Returns what math-verify reads in a whole field: math_verify.parse would look for an answer.
+
+    Inequalities are one set: with "or" between them their union, else the intersection.
+    """
+    from latex2sympy2_extended import NormalizationConfig, normalize_latex
+    from math_verify.grader import unwrap_fcs
+    from math_verify.parser import parse_latex_cached
+    from sympy import And, Ne, Or
+    from sympy.core.relational import GreaterThan, LessThan, StrictGreaterThan, StrictLessThan
+
+    inequalities = And | Ne | GreaterThan | LessThan | StrictGreaterThan | StrictLessThan
+
+    def parse(text: str) -> Any:
+        config = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
+        return parse_latex_cached(normalize_latex(text, config))
+
+    alternatives = []
+    for text in OR.split(latex):
+        value = parse(text)
+        parts = getattr(value, "args", ()) if "," in text or "and" in text else (value,)
+        if not parts or not all(isinstance(part, inequalities) for part in parts):
+            return parse(latex)
+        alternatives.append(And(*parts))
+    if isinstance(value, inequalities) and len(alternatives) == 1:
+        return value
+    return unwrap_fcs(Or(*alternatives)).as_set()

@@ -63,7 +63,7 @@ DOUBTFUL = {
     *WORDS["doubts"],
 }
 EQUALS = re.compile(r"(?<![<>!=])=(?!=)")
-WITH_SUM = re.compile(r"([^(]+)\(([\d\s.,$+*/-]+)\)\.?")  # 5 apples (2 + 3)
+WITH_SUM = re.compile(r"([^(]+)\(([^()]*\d[^()]*)\)\.?")  # 5 apples (2 + 3), 60 minutes (1 hour)
 SCIENTIFIC = re.compile(
     r"(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|×|\*) ?10\^\{?(-?\d{1,2})(?:\}|(?!\d))", re.ASCII
 )
@@ -77,11 +77,19 @@ OPERATORS: dict[type, Callable] = {
 }
 # Each spelling of a measure -> (dimension, unit)
 MEASURES = {
-    word: (dimension, names[0])
+    word: (dimension, names.split()[0])
     for dimension, measures in WORDS["measures"].items()
-    for names in map(str.split, measures)
-    for word in names
+    for names in measures
+    for word in names.split()
 }
+# A unit -> its size, in one unit of its dimension
+SIZES = {
+    names.split()[0]: Fraction(size)
+    for measures in WORDS["measures"].values()
+    for names, size in measures.items()
+    if size
+}
+AMOUNT = re.compile(r"([$€£]?)(\d[\d,]*(?:\.\d+)?) ?([a-z]*|¢)(?:,? and |,? |$)", re.IGNORECASE)
 MEASURE = re.compile(
     r"(?:(square|sq|cubic|cu)\b\.? ?)?([$€£¢]|(?<![a-z'])[a-z]+)"
     r"(?:(?: per | an |/) ?(?:1 )?(h|hour|second|s|minute)s?\b)?\.?\s*\^?([23²³]?)"
@@ -174,6 +182,9 @@ def quantity(field: str | None, asked: str = "") -> Fraction | None:
         return value
     if _are_equal(sides, _one_quantity(last)) or _are_equal(sides, value):
         return value
+    sizes = [_size(side) for side in (*sides, last)]
+    if None not in sizes and len(set(sizes)) == 1:
+        return value
     # Not an equation of numbers: "The answer is x = 72"
     return _one_quantity(without_scale(field, asked))
 
@@ -183,6 +194,18 @@ def _are_equal(sides: list[str], value: Fraction | None) -> bool:
     if VARIABLE_ALONE.fullmatch(sides[0]):
         sides = sides[1:]
     return bool(sides) and all(arithmetic(side) == value for side in sides)
+
+
+def _size(text: str) -> tuple[str, Fraction] | None:
+    """Returns the dimension of 2 hours and 40 minutes, and its size, or None."""
+    text = re.sub(r"[^$€£\d]*", "", text, count=1).strip(" .")
+    amounts = [(MEASURES.get(m[1] or m[3].lower()), m[2]) for m in AMOUNT.finditer(text)]
+    if AMOUNT.sub("", text) or not all(m and m[1] in SIZES for m, _ in amounts):
+        return None
+    dimensions = {measure[0] for measure, _ in amounts if measure}
+    sizes = (SIZES[m[1]] * Fraction(n.replace(",", "")) for m, n in amounts if m)
+    size = sum(sizes, Fraction(0))
+    return (dimensions.pop(), size) if len(dimensions) == 1 else None
 
 
 def arithmetic(text: str) -> Fraction | None:
@@ -238,7 +261,8 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
     question for the units that it has, if it has any.
     """
     question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    match = PROSE.fullmatch(in_prose(re.sub(r"^.*=", "", field)))
+    field = re.sub(r"\\frac\{.*?\}\{.*?\}|\\pi|\\sqrt\{.*?\}", "1", field)
+    match = PROSE.fullmatch(in_prose(field.rpartition("=")[2]))
     if match is None or not isinstance(question, str):
         return False
     last_sentence = re.split(r"[.!]\s", question.strip())[-1]
@@ -293,8 +317,8 @@ def _introduces(text: str) -> bool:
     """Whether words before a number leave it as it is: "So x =", "Tom has", but not "at least"."""
     words = WORD.findall(VARIABLE.sub(" ", text).lower())
     return (
-        words.count("=") <= 1
-        and words[-1:] not in (["a"], ["i"])
+        words not in (["a"], ["i"])
+        and words.count("=") <= 1
         and all(
             word in ("i", "a", *",:=")
             or (word.replace("'", "").isalpha() and len(word) > 1 and not _is_doubtful(word))
@@ -318,7 +342,7 @@ def _is_unit(text: str, is_money: bool) -> bool:
 
 def _is_unit_word(word: str, letters: set[str]) -> bool:
     """Returns whether a word may be of a unit. A single letter must be one of `letters`."""
-    if word in set("./()!€£¥a"):  # $18 a day
+    if word in set("./()!€£¥¢a"):  # $18 a day
         return True
     base = word.rstrip("^23²³'")
     if len(base) == 1:

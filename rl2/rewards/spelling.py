@@ -51,6 +51,14 @@ ROOTS = [
     (r"(?<![a-z])\{([,:])\}", r"\1"),
     (r"(?<=\d),(?=(?:\d{3},)*\d{3}\})", ""),  # thousands in an argument: \frac{20,000}{3}
     (r"\\big(cup|cap)(?![a-zA-Z])", r"\\\1"),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    # {x | x > 2}, and ]2, 3[
+    (r"^\s*\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|[|:])(.*)\\\}\s*$", r"\1"),
+    (r"(?<!\\)\](?=[^\[\]]*,[^\[\]]*[\[\]]\s*$)", "("),
+    (r"(?<!\\)\[\s*$", ")"),
     (r"\\backslash(?![a-zA-Z])", r"\\setminus"),
 ]
 COMMANDS: dict[str, int | str | None] = {
@@ -86,8 +94,6 @@ SPELLINGS = [
     (r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|boldsymbol|mbox)\s*\{([^{}]*)\}", r"\1"),
     (r"\\neq(?![a-zA-Z])", r"\\ne"),
     (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le"),
     (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge"),
     (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset"),
@@ -106,7 +112,6 @@ SPELLINGS = [
     (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
     (r"\\sqrt([^{\\\[\s])", r"\\sqrt{\1}"),
     (r"\.$", ""),
-    (r"^\\\{[a-zA-Z](?:\\in\\mathbb\{?R\}?)?(?:\\mid|[|:])(.*)\\\}$", r"\1"),  # {x | x > 2}
     # Bases: (12)_{(5)}, 12 in base 5
     (r"\(?(\d+)\)?\s*\(?(?:in)?(?:_|base)\{?\(?(\d+)\)?\}?\)?$", r"\1_{\2}"),
 ]
@@ -132,6 +137,10 @@ PROSE_SPELLINGS = [
     (r"(\d)k(?!\w)", r"\1 thousand"),
     (r"\$?(\d+) dollars?,? (?:and )?(\d\d) cents?", r"$\1.\2"),
     (r"\$?(\d+) dollars?,? (?:and )?(\d) cents?", r"$\1.0\2"),
+    (r",? \(?(?:(?:which|that) is|i\.e\.|equals|is equal to),? ", "= "),
+    (r"^ ?(?:negative|minus) (?=\d)", "-"),
+    (r"^([^']*\d)' ?(?=\d|$)", r"\1 feet "),
+    (r'^([^"]*\d)"$', r"\1 inches"),
     (r"\s+", " "),
     (r"(\w) (?=\^)", r"\1"),
     # All of it in parentheses or quotation marks
