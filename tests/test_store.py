@@ -1,6 +1,7 @@
 """Large data: read, checked and tokenised by one process of a node, and mapped by all of them."""
 
 import datetime
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -232,3 +233,24 @@ def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):
     assert hash_data("") == ""
     (tmp_path / "rows.jsonl").write_text("{}")
     assert hash_data("") == ""
+
+
+def test_a_damaged_table_is_refused_with_the_remedy(cache, tmp_path):
+    path = write(tmp_path / "a.jsonl", make_rows())
+    load_rows(path)
+    [table] = tables(cache)
+    for content in (b"", table.read_bytes()[:-20], b"ARROW1" + b"\0" * 500):
+        table.write_bytes(content)
+        with pytest.raises(ValueError, match=f"delete {cache}, or set RL2_CACHE"):
+            load_rows(path)
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    digests = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *a: digests.append(a) or digest(*a))
+    path = write(tmp_path / "a.jsonl", make_rows())
+    first = hash_data(path)
+    assert hash_data(path) == first and len(digests) == 1
+    write(tmp_path / "a.jsonl", make_rows()[1:])
+    assert hash_data(path) != first and len(digests) == 2

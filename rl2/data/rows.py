@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -147,9 +147,16 @@ def hash_data(path: str, split: str = "train") -> str:
         return ""
     digest = hashlib.sha256()
     for file in _find_files(local_path, split):
-        with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        status = file.stat()
+        digest.update(_hash_file(file, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()
+
+
+@cache  # the run folder and the check for trained test rows ask for the same files
+def _hash_file(file: Path, num_bytes: int, changed_at: int) -> bytes:
+    """The SHA-256 of a file. Its size and its time of change are for the cache."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _fingerprint(source: Source) -> str:

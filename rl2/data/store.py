@@ -37,7 +37,7 @@ def make_table(
 
     The first process that comes builds it; those that come meanwhile wait. If it dies, the next one
     builds. `title` and `num_rows` are for the bar that the builder shows. What `build` raises is
-    raised; ValueError if the folder cannot be used.
+    raised; ValueError if the folder cannot be used, or the table in it is damaged.
     """
 
     def build_with_bar() -> Iterator[dict]:
@@ -61,8 +61,9 @@ def make_table(
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    except OSError as error:  # no right to write, no locks
-        raise ValueError(f"{title}: {error}; set RL2_CACHE to another folder") from error
+    except (OSError, pyarrow.ArrowInvalid) as error:  # no right to write, no locks, damage
+        remedy = f"delete {folder}, or set RL2_CACHE to another folder"
+        raise ValueError(f"{title}: {error}; {remedy}") from error
     finally:
         if had_bars:
             datasets.enable_progress_bars()
