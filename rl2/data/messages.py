@@ -160,10 +160,9 @@ def find_oddities(row: dict) -> list[str]:
     """Warnings of what is allowed but seldom meant. ValueError for a question about an image."""
     warnings = []
     messages = row["messages"]
-    for message in messages if isinstance(messages, list) else []:
-        if message["role"] not in ROLES:
-            warnings.append(f"warning: the role {message['role']!r} is unusual: is it meant?")
-            break
+    roles = {message["role"] for message in messages} if isinstance(messages, list) else set()
+    for role in sorted(roles - {*ROLES}):
+        warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
     for message in messages if isinstance(messages, list) else []:
         if message["role"] != "assistant" and any(message.get(n) for n in TRAINED_FIELDS):
             warnings.append(f"warning: a message of the {message['role']} is never trained")
