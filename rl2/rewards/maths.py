@@ -358,13 +358,14 @@ def _parsed(latex: str) -> Any:
         config = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
         return parse_latex_cached(normalize_latex(text, config))
 
+    whole = parse(latex)
     alternatives = []
     for text in OR.split(latex):
-        value = parse(text)
+        value = whole if text == latex else parse(text)
         parts = getattr(value, "args", ()) if "," in text or "and" in text else (value,)
         if not parts or not all(isinstance(part, inequalities) for part in parts):
-            return parse(latex)
+            return whole
         alternatives.append(And(*parts))
-    if isinstance(value, inequalities) and len(alternatives) == 1:
-        return value
+    if isinstance(whole, inequalities) and len(alternatives) == 1:
+        return whole
     return unwrap_fcs(Or(*alternatives)).as_set()
