@@ -138,8 +138,8 @@ def _warn_of_trained_tests(data: DataConfig) -> list[str]:
 def check_length(config: Config, num_tokens: int, remedy: str) -> None:
     """ValueError, with the remedy, if sequences may have more tokens than the model positions."""
     worker = worker_names(config)[0]
-    model_name = getattr(config, worker).model_name
-    check_num_positions(f"{worker}.model_name", model_name, num_tokens, remedy)
+    key = f"{worker}.model_name"
+    check_num_positions(key, model_name(config, worker), num_tokens, remedy)
 
 
 def count_steps(examples: Mixture, folder: RunFolder) -> int:

@@ -47,12 +47,12 @@ def loads_teacher(config: PPOConfig) -> bool:
 
 def has_full_kl(config: PPOConfig) -> bool:
     """Whether the KL divergence from the teacher is a term of PPO's loss, over all tokens."""
-    return has_teacher(config) and bool(config.teacher.kl == "full")
+    return has_teacher(config) and config.teacher.kl == "full"
 
 
 def learns_full_kl_only(config: PPOConfig) -> bool:
     """Whether the KL divergence from the teacher is all that PPO learns: advantages are 0."""
-    return has_full_kl(config) and bool(config.adv.estimator == "distillation")
+    return has_full_kl(config) and config.adv.estimator == "distillation"
 
 
 def trains_new_rollouts(config: PPOConfig) -> bool:
@@ -67,7 +67,7 @@ def count_samplers(config: Config) -> int:
     """
     if not isinstance(config, PPOConfig) or not trains_new_rollouts(config):
         return 0
-    return int(config.rollout.num_processes)
+    return config.rollout.num_processes
 
 
 def old_policy_is_sampler(config: PPOConfig) -> bool:

@@ -85,7 +85,7 @@ def explain_usage(root: type) -> str:
         f"torchrun --nproc_per_node=N -m {trainer} {required} key=value",
         f"python -m {trainer} ... is one process. The sections of keys:",
         *(f"  {name:10} {known[name].help}" for name in sections),
-        f"--help {sections[0]} lists the keys of one, --help SECTION.KEY explains one; --help all",
+        f"--help {sections[0]} lists the keys of a section; --help all, --help KEY explain more",
     ]
     if has_presets(known):
         lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")

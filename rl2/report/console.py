@@ -38,7 +38,7 @@ class Console:
 
     def __init__(self, config: Config, num_steps: int):
         self.compares_groups = isinstance(config, PPOConfig) and learns_from_groups_alone(config)
-        self.score: str | None = config.rollout.score if isinstance(config, PPOConfig) else None
+        self.score = config.rollout.score if isinstance(config, PPOConfig) else None
         self.num_steps = num_steps
         self.num_logged = 0  # steps
         self.seconds = 0.0  # that these took, with evaluations and saves
