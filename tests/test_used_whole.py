@@ -243,8 +243,23 @@ def test_a_column_with_the_system_prompt_is_read(tmp_path):
     assert text.startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>"
     )
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_second_system_prompt_is_named(tmp_path, column, capsys):
     own = [{"role": "system", "content": "Be kind."}, USER, ANSWER]
-    assert "brief" not in str(read(tmp_path, {"system": "Be brief.", "messages": own}, "chatml"))
+    assert "brief" not in str(read(tmp_path, {column: "Be brief.", "messages": own}, "chatml"))
+    assert f"{column} is not read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], {}])
+def test_an_empty_column_is_not_named(tmp_path, nothing, capsys):
+    empty = {"input": nothing, "tools": nothing, "system": nothing}
+    for row in ({"messages": [USER, ANSWER]}, {"instruction": "hello", "output": "w"}):
+        read(tmp_path, row, "chatml")
+        expected = capsys.readouterr().out
+        read(tmp_path, row | empty, "chatml")
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("column", ["input", "history", "loss_weight", "chat_template_kwargs"])

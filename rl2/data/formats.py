@@ -211,7 +211,9 @@ def _read_messages(row: dict) -> ReadRow:
         text = row[system]
         if text and messages[0]["role"] not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": check_text(text, system)}, *messages]
-        notes.append(f"{system} is read as the system message")
+            notes.append(f"{system} is read as the system message")
+        elif text:
+            notes.append(f"warning: {system} is not read: the messages have a system message")
     elif source == "prompt" and isinstance(value, str):
         notes.append(NO_TEMPLATE)
     if any(message.get("weight") == 0 for message in messages if isinstance(message, dict)):

@@ -181,7 +181,9 @@ def find_oddities(row: dict) -> list[str]:
 
 def find_unread(row: dict) -> list[str]:
     """Names the columns that are not used: to other trainers they may change what is trained."""
-    unread = [repr(column) for column in row if column not in (*READ_COLUMNS, *MEDIA_COLUMNS)]
+    known = (*READ_COLUMNS, *MEDIA_COLUMNS)
+    empty: tuple = (None, "", [], {})
+    unread = [repr(name) for name, value in row.items() if name not in known and value not in empty]
     return [f"columns neither shown nor trained: {', '.join(unread)}"] if unread else []
 
 
