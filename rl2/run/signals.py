@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -158,8 +159,13 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     faulthandler.enable(STDERR)
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with Watchdog(watchdog_seconds), user_errors():
-        yield
+    try:
+        with Watchdog(watchdog_seconds), user_errors():
+            yield
+    finally:
+        # At its end Python would look for cycles in all that was imported, which takes seconds. In
+        # these a rank that has lost another one is waited for.
+        gc.freeze()
 
 
 @contextmanager
