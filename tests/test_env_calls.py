@@ -9,7 +9,6 @@ import time
 import numpy
 import pytest
 import torch
-from common import run
 from env_helpers import MESSAGES, call, call_together, env_of, wait_until
 from env_helpers import load_text as load
 from faulty_env import nest
@@ -187,37 +186,3 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
     assert call_together(env, [(None, {})] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 2.4 s
     assert most == 3
     env.close()
-
-
-START_THREADS = """
-import threading, time
-from rl2.env.threads import raise_in_thread
-
-class Ended(BaseException):
-    pass
-
-def start_threads():
-    while not is_over.is_set():
-        try:
-            threading.Thread(target=time.sleep, args=(0,)).start()
-        except Ended:
-            pass
-
-is_over = threading.Event()
-starter = threading.Thread(target=start_threads, daemon=True)
-starter.start()
-for _ in range(3000):
-    raise_in_thread(starter, Ended)
-    time.sleep(0.0003)
-is_over.set()
-starter.join(20)
-print("lost" if starter.is_alive() else "goes on")
-"""
-
-
-def test_a_thread_that_starts_threads_goes_on_after_each_exception():
-    """With Python's own call it is lost after some hundreds: it waits for a thread that has ended.
-
-    In a process of its own, which has no busy threads of other tests.
-    """
-    assert run("-c", START_THREADS).stdout == "goes on\n"

@@ -28,7 +28,6 @@ from rl2.progress import expecting
 # the lock hundreds of times a step: with Python's 0.005 it would wait for busy threads most of the
 # time. Beside four of them a decoding step took 23.9 s with it, and 6.1 s with 0.0001.
 SWITCH_SECONDS = 0.0001
-SECONDS_TO_START = 1.0  # in which a new thread runs, unless it is lost
 # A stack is shown without the frames of these folders above the env's own.
 OUTSIDE = (
     str(Path(asyncio.__file__).parent),
@@ -67,29 +66,8 @@ class CallThread(threading.Thread):
         """Raises CallEnded in the function, as soon as it runs Python code."""
         with self._lock:  # it cannot end meanwhile, and its number go to another thread
             if not self.result.done():
-                raise_in_thread(self, CallEnded)
-
-
-def raise_in_thread(thread: threading.Thread, exception_type: type[BaseException]) -> None:
-    """Raises an exception of this type in a thread that lives, as soon as it runs Python code.
-
-    Until a new thread runs, Python has it under the number of the thread that starts it, and may
-    raise the exception there. It would end at once, and `start` would wait for it forever. So the
-    exception waits until no thread is about to start.
-    """
-    number = ctypes.c_ulong(thread.ident or 0)
-    deadline = time.monotonic() + SECONDS_TO_START
-    while True:
-        with threading._active_limbo_lock:  # type: ignore[attr-defined]
-            # `start` adds the new thread to _limbo under this lock, and that removes itself. So no
-            # new thread can have the number meanwhile.
-            if not thread.is_alive():
-                return
-            if not threading._limbo or time.monotonic() > deadline:  # type: ignore[attr-defined]
-                error = ctypes.py_object(exception_type)
+                number, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(CallEnded)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
-                return
-        time.sleep(0.0005)
 
 
 def start_thread(name: str, function: Callable[[], Any]) -> CallThread:
