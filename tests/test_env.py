@@ -17,7 +17,6 @@ from env_helpers import load_text as load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl2.data.formats import read_ppo_row
 from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
@@ -388,105 +387,6 @@ def test_preflight_refuses_one_turn_where_a_second_one_is_needed(tmp_path, text)
     env.close()
 
 
-# Reward functions as the documentation of TRL 1.16 shows them for GRPOTrainer: each gets lists over
-# completions. The last ones are conversational, so a completion is a list of messages.
-TRL_EXAMPLES = {
-    "reward_by_tokens": """
-def reward_by_tokens(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-""",
-    "correct": """
-def correct(completions, ground_truth, **kwargs):
-    contents = [completion[-1]["content"] for completion in completions]
-    return [1.0 if text.endswith(right) else 0.0 for text, right in zip(contents, ground_truth)]
-""",
-    "coding_only": """
-def coding_only(prompts, completions, task, **kwargs):
-    assert prompts == [[{"role": "user", "content": "1+1="}]] and kwargs["level"] == [3]
-    assert completions == [[{"role": "assistant", "content": "<think>1+1</think>2"}]]
-    return [2.0 if name == "coding" else None for name in task]
-""",
-    "slow": """
-import asyncio
-async def slow(prompts, completions, log_extra=None, **kwargs):
-    await asyncio.sleep(0.001)
-    return [0.25] * len(completions)
-""",
-}
-TRL_ROW = {
-    "messages": [{"role": "user", "content": "1+1="}],
-    "ground_truth": "2",
-    "task": "maths",
-    "level": 3,
-}
-TRL_REPLY = [
-    *TRL_ROW["messages"],
-    {"role": "assistant", "content": "<think>1+1</think>2"},
-]
-
-
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_file_of_trls_reward_functions_gives_a_part_for_each(tmp_path, isolation):
-    file = tmp_path / "rewards.py"
-    file.write_text("".join(TRL_EXAMPLES.values()) + "\ndef _hidden(completions): return [9.0]\n")
-    env = load_env(str(file), timeout=5.0, concurrency=1, isolation=isolation)
-    try:
-        parts = asyncio.run(env.score(TRL_REPLY, {**TRL_ROW, "completion_ids": [5, 6, 2]}))
-    finally:
-        env.close()
-    assert parts == {
-        "reward_by_tokens": 3.0,
-        "correct": 1.0,
-        "coding_only": 0.0,  # None: it does not apply
-        "slow": 0.25,
-    }
-
-
-def test_trls_own_reward_functions_work_as_an_env_file(tmp_path):
-    env = load(tmp_path, "from trl.rewards.format_rewards import think_format_reward", timeout=60.0)
-    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"think_format_reward": 1.0}
-
-
-VERL_FILE = """
-def extract(solution_str):
-    return solution_str.split("####")[-1].strip()
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
-    assert data_source == "openai/gsm8k" and method == "strict"
-    assert extra_info == {"split": "train", "index": 0}
-    right = extract(solution_str) == ground_truth
-    return {"score": 1.0 if right else 0.0, "acc": right, "pred": extract(solution_str)}
-"""
-# A row of verl's examples/data_preprocess/gsm8k.py.
-VERL_ROW = {
-    "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "How many clips? Answer after ####."}],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "72"},
-    "extra_info": {"split": "train", "index": 0},
-}
-
-
-@pytest.mark.parametrize("prefix", ["", "async "])
-@pytest.mark.parametrize("answer", ["72", "71"])
-def test_verls_compute_score_runs_unchanged_on_verls_row(tmp_path, prefix, answer):
-    row, _ = read_ppo_row(VERL_ROW)
-    env = load(tmp_path, VERL_FILE.replace("def compute", f"{prefix}def compute"))
-    reply = {"role": "assistant", "content": f"48 + 24 = 72 #### {answer}"}
-    result = asyncio.run(env.score([*row["messages"], reply], row))
-    assert result == {"reward": float(answer == "72")}
-
-
-def test_a_verl_function_needs_the_answer_and_its_own_columns_only(tmp_path):
-    text = "def compute_score(solution_str, ground_truth, extra_info): return extra_info == {}"
-    env = load(tmp_path, text)
-    assert score(env) == {"reward": 1.0}
-    with pytest.raises(ValueError, match="compute_score needs column 'answer'"):
-        preflight(env, {"data.path": [{"messages": "x"}]}, 1)
-    env = load(tmp_path, VERL_FILE)
-    with pytest.raises(ValueError, match="compute_score needs column 'data_source'"):
-        preflight(env, {"data.path": [ROW]}, 1)
-
-
 @pytest.mark.parametrize(
     "reward_fn, interact, rows, max_turns, message",
     [
@@ -525,8 +425,3 @@ def test_a_run_without_base_url_is_the_files_own(tmp_path):
         tmp_path, "def run(text): return text\ndef reward_fn(messages): return len(run('ab'))"
     )
     assert env.spec.run is None and score(env) == {"reward": 2.0}
-
-
-def test_reward_fn_chooses_one_of_trls_functions(tmp_path):
-    env = load(tmp_path, "".join(TRL_EXAMPLES.values()) + "reward_fn = correct")
-    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"reward_fn": 1.0}

@@ -215,7 +215,7 @@ def test_objects_are_closed_when_the_engine_fails_and_the_program_ends(tmp_path)
 
 
 # As the documentation of TRL's environment_factory shows them: state on the object, results as
-# text, an exception where a call is not allowed, rewards from the object.
+# text, an exception where a call is not allowed.
 TRL_ENV = '''
     class CounterEnv:
         def __init__(self):
@@ -242,8 +242,8 @@ TRL_ENV = '''
             self.done = self.counter > 5
             return self.counter
 
-    def reward_func(environments, **kwargs):
-        return [environment.counter for environment in environments]
+    def reward_fn(environment):
+        return environment.counter
 
     make_env = CounterEnv
 '''
@@ -265,7 +265,7 @@ def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation
     ]
     trajectories, player = play(tmp_path, env, script, num_samples=2, isolation=isolation)
     for trajectory in trajectories:
-        assert trajectory.rewards == {"reward_func": 6.0} and trajectory.finish_reason == "stop"
+        assert trajectory.rewards == {"reward": 6.0} and trajectory.finish_reason == "stop"
         results = [m for m in trajectory.messages if m["role"] == "tool"]
         assert [m["content"] for m in results] == ["2", "6", "error: ValueError: Game over."]
         assert {m["name"] for m in results} == {"increment"}
@@ -408,7 +408,7 @@ def test_a_prompt_that_does_not_fit_with_its_tools_is_a_failure(tmp_path):
 def test_a_trl_environment_that_owns_its_reward(tmp_path):
     env = TRL_ENV.replace(
         "    make_env = ",
-        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_func\n    make_env = ",
+        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_fn\n    make_env = ",
     )
     (trajectory,), _ = play(tmp_path, env, [call_text("increment", step=2), "ok"])
     assert trajectory.rewards == {"environment": 0.5}

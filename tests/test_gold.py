@@ -106,13 +106,7 @@ def test_several_turns_may_earn_what_the_first_does_not(tmp_path):
     env.close()
 
 
-def test_columns_of_trl_and_verl_have_gold_answers(tmp_path):
-    text = (
-        "def f(completions, solution): return [float(solution[0] in completions[0][0]['content'])]"
-    )
+def test_a_column_called_solution_has_gold_answers(tmp_path):
+    text = "def reward_fn(messages, solution): return solution in messages[-1]['content']"
     rows = [{"messages": PROMPT, "solution": f"${i}$"} for i in range(2)]
     assert preflight(load_text(tmp_path, text), rows) == []
-    text = "def compute_score(data_source, solution_str, ground_truth): return ground_truth == '1'"
-    rows = [row | {"data_source": "x"} for row in answers("2", "3")]
-    [warning] = preflight(load_text(tmp_path, text), rows)
-    assert "the data, row 1" in warning

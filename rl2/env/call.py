@@ -133,7 +133,7 @@ class Env:
     ) -> dict[str, float]:
         """Returns the reward parts of a conversation, by name. The reward is their sum.
 
-        A plain number becomes {"reward": number}, one of TRL has the name of its function.
+        A plain number becomes {"reward": number}.
         """
         parts: dict[str, float] = {}
         for name, function in self.spec.reward_functions().items():

@@ -54,7 +54,7 @@ def _answer(sessions: Sessions, name: str, key: Hashable, arguments: bytes) -> d
             result = function(**pickle.loads(arguments))
             if inspect.isawaitable(result):
                 result = _event_loop().run_until_complete(result)
-            return {"value": check_result(name, function, result)}
+            return {"value": check_result(name, result)}
     except EnvError as error:
         return {"reason": str(error), "kind": error.kind}
 

@@ -9,9 +9,8 @@
 
 Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
 that name, GIVEN_INPUTS. docs/environments.md says what each function may ask for and return, with
-the methods of `make_env` and the reward functions of TRL and verl. A function that is called `run`
-or `play`, but lacks the parameter `base_url` or `generate`, is another one, which rl2 does not
-call.
+the methods of `make_env`. A function that is called `run` or `play`, but lacks the parameter
+`base_url` or `generate`, is another one, which rl2 does not call.
 """
 
 import inspect
@@ -23,9 +22,10 @@ from typing import Any
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 PLACEHOLDER_KEY = "rl2"  # its value if the user has set none
 # What functions may ask for without a column of that name.
-TRAJECTORY_INPUTS = {"state", "environment", "environments"}  # rl2/env/session.py has them
 GIVEN_INPUTS = {
-    *TRAJECTORY_INPUTS,
+    # kept for the trajectory, by rl2/env/session.py
+    "state",
+    "environment",
     # of every conversation, and of its last turn
     "messages",
     "message",
@@ -34,14 +34,9 @@ GIVEN_INPUTS = {
     "finish_reason",
     "num_tokens",
     "max_new_tokens",
+    "completion_ids",
     # of a group
     "trajectories",
-    # of TRL and verl
-    "prompts",
-    "completions",
-    "completion_ids",
-    "solution_str",
-    "extra_info",
     # of `run` and `play`
     "row",
     "base_url",
@@ -135,18 +130,8 @@ def check_signature(function: Callable, name: str) -> None:
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
     inputs = {"messages", "environment", "trajectories", "base_url", "generate"}
     has_messages = inputs & {*signature.parameters}
-    if not (has_messages or _takes_all_columns(signature) or project_of(function)):
+    if not (has_messages or _takes_all_columns(signature)):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
-
-
-def project_of(function: Callable) -> str:
-    """Returns the project that a reward function is written for: TRL, verl, or "" for rl2's own."""
-    parameters = inspect.signature(function).parameters
-    if "messages" in parameters:
-        return ""
-    if {"completions", "completion_ids", "environments"} & {*parameters}:
-        return "TRL"
-    return "verl" if "solution_str" in parameters else ""
 
 
 def required_columns(function: Callable) -> list[str]:
@@ -156,8 +141,6 @@ def required_columns(function: Callable) -> list[str]:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if by_name and parameter.default is parameter.empty and name not in GIVEN_INPUTS:
             columns.append(name)
-    if project_of(function) == "verl":
-        return ["answer" if name == "ground_truth" else name for name in columns]
     return columns
 
 
@@ -170,41 +153,11 @@ def select_arguments(
     `inputs` are for those functions only that name them, and give way to columns.
     """
     available = {**inputs, **row, "messages": messages}
-    project = project_of(function)
-    if project:
-        available = _foreign_inputs(project, messages, {**inputs, **row})
     signature = inspect.signature(function)
     names = set(signature.parameters)
     if _takes_all_columns(signature):
-        only_by_name = {"completion_ids", *inputs} - row.keys()
-        names |= available.keys() - only_by_name
+        names |= {"messages", *row}
     return {name: value for name, value in available.items() if name in names}
-
-
-def _foreign_inputs(project: str, messages: list[dict], row: dict) -> dict[str, Any]:
-    """Returns what the trainer of a project passes to its reward functions."""
-    prompt = row["messages"]
-    reply: Any = messages[1 if isinstance(prompt, str) else len(prompt) :]
-    text = "\n".join(str(message["content"]) for message in reply)
-    if project == "verl":
-        inputs = {"extra_info": {}, **row, "solution_str": text}
-        return inputs | {"ground_truth": row.get("answer")}
-    inputs = {"completion_ids": [], **row, "prompts": prompt}
-    inputs["completions"] = text if isinstance(prompt, str) else reply
-    return {name: [value] for name, value in inputs.items() if name != "messages"}
-
-
-def unwrap_reward(name: str, function: Callable, result: Any) -> Any:
-    """Returns the reward of one conversation, or its parts, from what the function `name` returned.
-
-    TRL's None, for a function that does not apply, is 0. Beside `score`, verl only logs.
-    """
-    project = project_of(function)
-    if project == "TRL" and isinstance(result, list) and len(result) == 1:
-        return {name: result[0] or 0.0}
-    if project == "verl" and isinstance(result, dict):
-        return result.get("score", result)
-    return result
 
 
 def is_env_message(message: Any) -> bool:

@@ -7,11 +7,11 @@ import json
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl2.env.contract import TOOL, EnvError, is_env_message, unwrap_reward
+from rl2.env.contract import TOOL, EnvError, is_env_message
 from rl2.user_files import user_traceback
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
@@ -49,8 +49,8 @@ def raising_env_error(name: str) -> Iterator[None]:
         raise EnvError(text, kind=f"{type(error).__name__} {locations}") from None
 
 
-def check_result(name: str, function: Callable, result: Any) -> Any:
-    """What `function` returned, as plain data: a turn, messages, a text, or reward parts by name.
+def check_result(name: str, result: Any) -> Any:
+    """What a function returned, as plain data: a turn, messages, a text, or reward parts by name.
 
     EnvError if it is something else. It is a copy, since the env may change its own later.
     """
@@ -58,7 +58,7 @@ def check_result(name: str, function: Callable, result: Any) -> Any:
         return _to_tool_result(result)
     if name in _CHECKS:
         return _CHECKS[name](name, result)
-    return _to_reward_parts(name, unwrap_reward(name, function, result))
+    return _to_reward_parts(name, result)
 
 
 def _to_reward_parts(name: str, result: Any) -> dict[str, float]:

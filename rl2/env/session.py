@@ -33,11 +33,7 @@ class Session:
             return getattr(self.environment, "close", lambda: None)
         owner, _, method = name.rpartition(".")
         function = getattr(self.environment, method) if owner else functions[name]
-        own = {
-            "state": self.state,
-            "environment": self.environment,
-            "environments": [self.environment],
-        }
+        own = {"state": self.state, "environment": self.environment}
         parameters = inspect.signature(function).parameters
         return partial(function, **{key: own[key] for key in own.keys() & {*parameters}})
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rl2.env.contract import METHOD, METHODS, EnvError, check_signature, project_of
+from rl2.env.contract import METHOD, METHODS, EnvError, check_signature
 from rl2.env.results import raising_env_error
 
 # Functions of an env file beside those that reward a trajectory.
@@ -52,7 +52,7 @@ class EnvSpec:
         )
 
     def reward_functions(self) -> dict[str, Callable]:
-        """Returns what rewards one trajectory: the functions of the file, then the methods."""
+        """Returns what rewards one trajectory: the function of the file, then the methods."""
         functions = dict(self.reward_fns)
         for name in ("reward", "get_reward"):
             if name in self.methods:
@@ -84,6 +84,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
 
     Raises ValueError when the file works with no row, also because its `make_env` fails.
     """
+    reward_fn = functions.get("reward_fn")
     make_env = functions.get("make_env")
     run = _function_with(functions, "run", "base_url")
     play = _function_with(functions, "play", "generate")
@@ -96,7 +97,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
         )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
     spec = EnvSpec(
-        reward_fns=_find_reward_functions(functions),
+        reward_fns={} if reward_fn is None else {"reward_fn": reward_fn},
         interact=functions.get("interact"),
         group_reward_fn=functions.get("group_reward_fn"),
         run=run,
@@ -109,28 +110,11 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     if play and not inspect.iscoroutinefunction(play):
         raise ValueError("play must be async: async def play(row, generate)")
     if spec.functions().keys() <= {"interact"}:
-        raise ValueError(
-            "expected a function reward_fn(messages, answer), found none; a reward function of "
-            "TRL or verl works too: reward_fn = NAME"
-        )
+        raise ValueError("expected a function reward_fn(messages, answer), found none")
     for name, function in spec.functions().items():
         if name != "make_env":
             check_signature(function, name)
     return spec
-
-
-def _find_reward_functions(functions: Mapping[str, Any]) -> dict[str, Callable]:
-    """`reward_fn` of an env file, or else verl's `compute_score`, or all that TRL would call."""
-    if functions.get("reward_fn") is not None:
-        return {"reward_fn": functions["reward_fn"]}
-    found = {}
-    for name, value in functions.items():
-        project = project_of(value) if inspect.isfunction(value) else ""
-        if name == "compute_score" and project == "verl":
-            return {name: value}
-        if project == "TRL" and name[0] != "_":
-            found[name] = value
-    return found
 
 
 def _function_with(functions: Mapping[str, Any], name: str, parameter: str) -> Callable | None:

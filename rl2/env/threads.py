@@ -197,14 +197,14 @@ class Threads:
 def _call(name: str, function: Callable, arguments: dict) -> Any:
     with raising_env_error(name):
         # The env may change its arguments, so it gets a copy.
-        return check_result(name, function, function(**copy.deepcopy(arguments)))
+        return check_result(name, function(**copy.deepcopy(arguments)))
 
 
 async def _call_async(name: str, function: Callable, arguments: dict) -> Any:
     """Returns the checked result, or the EnvError: asyncio logs errors that nobody waits for."""
     try:
         with raising_env_error(name):
-            return check_result(name, function, await function(**copy.deepcopy(arguments)))
+            return check_result(name, await function(**copy.deepcopy(arguments)))
     except EnvError as error:
         return error
 
