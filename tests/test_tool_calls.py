@@ -77,7 +77,7 @@ def test_a_call_is_read_back_as_it_was_written(family, arguments):
 def test_several_calls_and_the_text_before_them(family, content):
     name, template, reader = family
     calls = [("find", ARGUMENTS[3]), ("note-2", ARGUMENTS[4]), ("find", {})]
-    if FAMILIES[name].syntax in ("lfm2", "llama"):  # Python's names; one call, without a text
+    if FAMILIES[name].syntax == "llama":  # one call, without a text
         calls = calls[:1]
     if name in ("llama3_1", "mistral_nemo", "mistral_v3"):  # which write either a text or calls
         content = ""
@@ -183,7 +183,6 @@ def test_a_response_template_that_does_not_fit_is_not_used():
 
 
 HOSTILE = [
-    "f(x=0x" + "f" * 10_000 + ")",
     '{"name": "find", "arguments": {"n": ' + "9" * 5000 + "}}",
     '{"name": "find", "arguments": {"n": 1e999, "x": NaN, "y": -Infinity}}',
     '{"name": "find", "arguments": {"n": 1e999}}',
@@ -194,12 +193,6 @@ HOSTILE = [
     '{"name": ["find"], "arguments": null}',
     '{"name": "' + "n" * 5000 + '"}',
     "[[[[]]]]",
-    "find(x=" + "-" * 50_000 + "1)",
-    "find(x=" + "(" * 50_000,
-    "find" + ".a" * 20_000 + "(x=1)",
-    "find(x=1j, y=..., z=b'a', u={1, 2}, v={3: 4})",
-    "find(**{'a': 1})",
-    "find(x='\\d\\N{nothing}\0')",
     "find\n<arg_key>" + "</arg_key><arg_value>" * 5000,
     "\n<function=find>\n" + "<parameter=n>" * 5000,
     "<function=find>" * 5000,
@@ -209,7 +202,6 @@ HOSTILE = [
     "find[CALL_ID][ARGS]" * 1000,
     " " * 200_000,
     "function<｜tool▁sep｜>" + " " * 200_000,
-    "find(x=" + " " * 100_000 + "'" + "', " * 10_000,
     "\x00\ufffd\u2028",
 ]
 MARKS = CASES["marks"]
@@ -228,8 +220,8 @@ def check_plain(calls):
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_texts_are_answered(hostile):
     openings = ["", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<｜tool▁call▁begin｜>"]
-    openings += ["<|tool_call_begin|>", "<|START_ACTION|>", "<|tool_call>", "<|tool_call_start|>"]
-    openings += ["<|tool_call|>", "<function_calls>", "to=functions."]
+    openings += ["<|tool_call_begin|>", "<|START_ACTION|>", "<|tool_call>", "<|tool_call|>"]
+    openings += ["to=functions."]
     for opening in openings:
         check_plain(find_calls(opening + hostile, TOOLS, SYNTAXES).calls)
         check_plain(find_calls((opening + hostile[:500]) * 200, TOOLS, SYNTAXES).calls)

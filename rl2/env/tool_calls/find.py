@@ -91,7 +91,7 @@ def unreadable_call(reason: str = "") -> ToolCall:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError | SyntaxError):
+    if isinstance(error, json.JSONDecodeError):
         return error.msg  # without the place in the text
     if isinstance(error, RecursionError | MemoryError):
         return "it is nested too deep"

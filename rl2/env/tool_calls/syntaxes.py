@@ -19,7 +19,6 @@ from rl2.env.tool_calls.call import (
     to_call,
     to_typed,
 )
-from rl2.env.tool_calls.python_calls import read_loose_calls, read_python_calls
 
 Calls = tuple[list[ToolCall], int]  # the calls, and where their text ends
 Tools = Sequence[dict]  # the schemas of the tools
@@ -104,16 +103,6 @@ def _read_marked_arguments(
     return [to_call(tool, arguments)], _expect(text, end, end_of_call)
 
 
-def _read_python(text: str, start: int, _: Tools, closing: str) -> Calls:
-    """[NAME(KEY=VALUE), ...] between marks."""
-    body, mark, _rest = text[start:].partition(closing)
-    try:
-        calls = read_python_calls(body)
-    except SyntaxError as error:  # quotes and line breaks that are not escaped
-        calls = read_loose_calls(body.strip(), error)
-    return calls, start + len(body) + len(mark)
-
-
 def _read_mistral(text: str, start: int, tools: Tools, closing: str) -> Calls:
     """A list of calls, or NAME[ARGS]{...}, which may have [CALL_ID] and an id in between."""
     if JSON_START.match(text, start):
@@ -187,8 +176,6 @@ SYNTAXES = (
     ),
     Syntax("cohere", r"<\|START_ACTION\|>", "<|END_ACTION|>", _read_json),
     Syntax("gemma4", r"<\|tool_call>", "<tool_call|>", _read_gemma),
-    Syntax("lfm2", r"<\|tool_call_start\|>", "<|tool_call_end|>", _read_python),
-    Syntax("olmo3", "<function_calls>", "</function_calls>", _read_python),
     Syntax("phi4_mini", r"<\|tool_call\|>", "<|/tool_call|>", _read_json),
     Syntax(
         "gpt_oss",
