@@ -87,9 +87,7 @@ class Env:
         inputs = {"prompt": messages}
         text = await self._call(METHOD + "reset", reset, messages, row, key, inputs)
         *before, last = messages
-        content = last["content"]
-        added = text if isinstance(content, str) else [{"type": "text", "text": text}]
-        return [*before, {**last, "content": content + added}] if text else messages
+        return [*before, {**last, "content": last["content"] + text}]
 
     async def answer(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}

@@ -160,17 +160,6 @@ def select_arguments(
     return {name: value for name, value in available.items() if name in names}
 
 
-def is_env_message(message: Any) -> bool:
-    """Returns whether `message` is one that `interact` may return."""
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        # The assistant's role means that the env returned the whole conversation by mistake.
-        and message["role"] != "assistant"
-        and isinstance(message.get("content"), str | list)
-    )
-
-
 def _takes_all_columns(signature: inspect.Signature) -> bool:
     parameters = signature.parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -252,16 +252,9 @@ class _Trial:
             for _ in range(TRIAL_TRIES):
                 key = ("trial", next(self._keys))
                 try:
-                    parts = await play_reply(self.env, self.max_turns, row, reply, key)
+                    return await play_reply(self.env, self.max_turns, row, reply, key)
                 except EnvError as error:
                     failure = error
-                    continue
-                if failure and not self.warnings:
-                    self.warnings.append(
-                        "a conversation of the env file's trial failed, and worked when tried "
-                        f"again. In a run a failure costs its trajectory. It was: {failure}"
-                    )
-                return parts
         self.failures.setdefault(str(failure), f"{location}: with the reply {reply!r}")
         return {}
 

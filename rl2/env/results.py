@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl2.env.contract import TOOL, EnvError, is_env_message
+from rl2.data.messages import join_parts
+from rl2.env.contract import TOOL, EnvError
 from rl2.user_files import user_traceback
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
@@ -132,7 +133,7 @@ def _to_tool_result(result: Any) -> str:
 
 def to_messages(name: str, result: Any) -> list[dict]:
     """New messages of the environment. EnvError unless they are a list of messages and JSON."""
-    if not isinstance(result, list) or not all(map(is_env_message, result)):
+    if not isinstance(result, list) or not all(map(_is_env_message, result)):
         raise _unexpected(
             f"{name}: expected a list of new messages {{'role': ..., 'content': ...}}, none of "
             "them from the assistant (an empty list ends the conversation)",
@@ -145,10 +146,24 @@ def to_messages(name: str, result: Any) -> list[dict]:
             raise ValueError(f"{len(text)} characters, a turn may have {MAX_CHARACTERS},")
         messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
         check_nesting(messages, MAX_NESTING)
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = join_parts(message["content"])
     except (TypeError, ValueError, RecursionError) as error:
         text = f"{name}: {error} in {reprlib.repr(result)}"
         raise EnvError(text, kind=f"result of {name}") from None
     return messages
+
+
+def _is_env_message(message: Any) -> bool:
+    """Whether `message` is one that `interact` may return."""
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        # The assistant's role means that the env returned the whole conversation by mistake.
+        and message["role"] != "assistant"
+        and isinstance(message.get("content"), str | list)
+    )
 
 
 def _to_agent_parts(name: str, result: Any) -> dict[str, float]:
