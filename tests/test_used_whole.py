@@ -399,6 +399,9 @@ def test_calls_of_sharegpt_are_calls_and_bare_functions_are_tools(tmp_path, name
             read(tmp_path, row, name)
         return
     assert read(tmp_path, row, name) == expected
+    row["conversations"][1]["weight"] = 0
+    with pytest.raises(ValueError, match="every reply has weight 0"):
+        read(tmp_path, row, name)
     row["conversations"][1]["value"] = "no JSON"
     with pytest.raises(ValueError, match="function_call.*no JSON"):
         read(tmp_path, row, name)

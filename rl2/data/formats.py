@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from rl2.data.messages import (
+    ROLE_NAMES,
     SYSTEM_ROLES,
     abbreviate,
     check_ends_before_reply,
@@ -32,15 +33,7 @@ from rl2.data.messages import (
 
 ReadRow = tuple[dict, list[str]]  # the row, and notes
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+SHAREGPT_ROLES = ROLE_NAMES | {"observation": "tool"}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
 INPUT_COLUMNS = ("input", "context")  # what the question in another column is about
@@ -258,16 +251,19 @@ def _to_messages(value: Any) -> Any:
 def _to_message(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
-    if "role" in message or not {"from", "value"} <= {*message}:
-        return read_message(message)
-    sender = message["from"]
-    if sender == "function_call":
-        return read_message({"role": "assistant", "tool_calls": _to_calls(message["value"])})
-    if sender not in SHAREGPT_ROLES:
-        known = ", ".join([*SHAREGPT_ROLES, "function_call"])
-        raise ValueError(f"column 'conversations': from={sender!r} is unknown; it may be {known}")
-    others = {name: item for name, item in message.items() if name not in ("from", "value")}
-    return read_message({"role": SHAREGPT_ROLES[sender], "content": message["value"], **others})
+    if "role" not in message and {"from", "value"} <= message.keys():
+        sender, text = message["from"], message["value"]
+        others = {name: item for name, item in message.items() if name not in ("from", "value")}
+        if sender == "function_call":
+            message = {"role": "assistant", "tool_calls": _to_calls(text), **others}
+        elif sender in SHAREGPT_ROLES:
+            message = {"role": SHAREGPT_ROLES[sender], "content": text, **others}
+        else:
+            known = ", ".join([*SHAREGPT_ROLES, "function_call"])
+            raise ValueError(
+                f"column 'conversations': from={sender!r} is unknown; it may be {known}"
+            )
+    return read_message(message)
 
 
 def _to_calls(text: Any) -> list[dict]:

@@ -12,8 +12,13 @@ Messages = str | list[dict[str, Any]]
 
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names that mean one of these. A template that writes any role would pass them to the model.
-MISTAKEN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+# What each is called in rows, in lower case.
+ROLE_NAMES = {role: role for role in ROLES} | {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 # The columns of a row, as formats.py reads it, that are conversations.
 CONVERSATION_COLUMNS = ("messages", "completion", "chosen", "rejected")
@@ -47,12 +52,14 @@ def check_messages(messages: Any, column: str = "messages") -> None:
 
 
 def read_message(message: dict) -> dict:
-    """A message in rl2's form: without nulls, its content joined, arguments of calls as objects.
+    """A message in rl2's form: its role by rl2's name, its content joined, arguments as objects.
 
     Columnar files give every message the keys of all, with null for those that it lacks, while chat
     templates ask whether a key exists. ValueError for what is no text, no call or no weight.
     """
     message = _drop_nulls(message)
+    if isinstance(role := message.get("role"), str):
+        message["role"] = ROLE_NAMES.get(role.lower(), role)
     if isinstance(message.get("content"), list):
         message["content"] = join_parts(message["content"])
     calls = message.get("tool_calls")
@@ -223,10 +230,6 @@ def _check_message(message: Any, column: str) -> None:
             f"column '{column}': expected {{'role': ..., 'content': ...}}, "
             f"got {abbreviate(message)}"
         )
-    role = message["role"]
-    known = MISTAKEN_ROLES.get(role.lower(), role.lower())
-    if role != known and known in ROLES:
-        raise ValueError(f"column '{column}': the role {role!r} is unknown; write {known!r}")
     if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
         raise ValueError(
             f"column '{column}': expected content that is text, got {abbreviate(message)}"
