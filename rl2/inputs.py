@@ -15,7 +15,7 @@ from rl2.config.schema import (
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, Mixture, RowKind, describe_steps, hold_out
-from rl2.data.rows import Rows, hash_data, load_rows
+from rl2.data.rows import Rows, load_rows
 from rl2.model.attachment import ModelSettings
 from rl2.model.folder import check_length as check_num_positions
 from rl2.model.load import check_attachments
@@ -77,7 +77,6 @@ def make_examples(
     sources, tests = _tokenise(data, rows, kind, template, problems)
     if problems:
         raise ValueError("\n".join(problems))
-    print_once(_warn_of_trained_tests(data))
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
     for examples in tests.values():
@@ -120,19 +119,6 @@ def _tokenise(
         except ValueError as error:
             problems.append(str(error))
     return sources, tests
-
-
-def _warn_of_trained_tests(data: DataConfig) -> list[str]:
-    """A warning for each test set in files that are also the training rows."""
-    trained = {hash_data(path, "train") for path in data.train_paths.values()} - {""}
-    warnings = []
-    for key, path in data.test_paths.items():
-        if hash_data(path, "test") in trained:
-            warnings.append(
-                f"warning: {key}={path} has the rows that are trained: it shows what is memorised; "
-                "data.test_ratio=0.1 keeps a tenth of the rows for the test"
-            )
-    return warnings
 
 
 def check_length(config: Config, num_tokens: int, remedy: str) -> None:

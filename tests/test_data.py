@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl2 import ppo_inputs
 from rl2.batch import scored_spans
-from rl2.config.schema import PPOConfig, PromptConfig
+from rl2.config.schema import PromptConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
     LABELLED_ROWS,
@@ -323,30 +322,6 @@ def test_order_differs_by_epoch_and_seed():
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
-
-
-@pytest.fixture
-def ppo_config(monkeypatch):
-    # There is no model.
-    monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
-    config = PPOConfig()
-    config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
-    return config
-
-
-def test_test_rows_that_are_the_training_rows_are_a_warning(tmp_path, capsys, ppo_config):
-    def load(name, lengths):
-        path = str(write(tmp_path / name, make_rows(lengths)))
-        return path, load_rows(path, read=read_ppo_row)
-
-    ppo_config.data.path, train = load("a.jsonl", [1, 2])
-    copy, copied = load("b.jsonl", [1, 2])
-    other, others = load("c.jsonl", [1, 3])
-    ppo_config.data.test_path = {"copy": copy, "other": other}
-    rows = {"data.path": train, "data.test_path.copy": copied, "data.test_path.other": others}
-    ppo_inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
-    [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert f"data.test_path.copy={copy}" in warning
 
 
 # Several sources

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -136,8 +136,8 @@ def hash_sources(paths: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
-def hash_data(path: str, split: str = "train") -> str:
-    """A hash of the files that `load_rows` reads.
+def hash_data(path: str) -> str:
+    """A hash of the training files that `load_rows` reads.
 
     "" if there are none: a data set of the hub is known by its name, and an evaluation has no
     training rows.
@@ -146,17 +146,10 @@ def hash_data(path: str, split: str = "train") -> str:
     if not path or not local_path.exists():
         return ""
     digest = hashlib.sha256()
-    for file in _find_files(local_path, split):
-        status = file.stat()
-        digest.update(_hash_file(file, status.st_size, status.st_mtime_ns))
+    for file in _find_files(local_path, "train"):
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
-
-
-@cache  # the run folder and the check for trained test rows ask for the same files
-def _hash_file(file: Path, num_bytes: int, changed_at: int) -> bytes:
-    """The SHA-256 of a file. Its size and its time of change are for the cache."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _fingerprint(source: Source) -> str:
