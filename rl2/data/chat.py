@@ -29,15 +29,8 @@ MAX_OPENING = 16  # characters of a reply that a generation prompt begins with, 
 REASONING_END = re.compile(r"</[^<>/]+>")
 CONTEXT_TOKENS = 16  # in front of tokens to decode: more than one character or word
 OWN_VARIABLES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-# Stands before a template that asks for the date, and gives it the date of the run. It is a macro
-# because transformers hands plain data to a template, no functions.
-DATE_MACRO = (
-    "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}"
-    "{% for directive, text in rl2_date.items() %}"
-    "{% set date.text = date.text.replace(directive, text) %}{% endfor %}"
-    "{{ date.text }}{% endmacro %}\n"
-)
-DATE_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSUwWxXyY"]
+# How templates ask for the date: transformers would give that of the day.
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # A template for base models, after the beginning-of-sequence token of those that have one.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ':\n' + message.content }}"
@@ -444,23 +437,17 @@ class ChatTemplate:
         self, messages: list[dict], tools: list | None, add_generation_prompt: bool
     ) -> str:
         template = self.tokenizer.get_chat_template(tools=tools)
-        variables = dict(self.variables)
         if "strftime_now" in template:
-            template = DATE_MACRO + template
-            variables["rl2_date"] = self._date_texts
+            template = DATE_CALL.sub(lambda call: repr(self.date.strftime(call[2])), template)
         text = self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
-            **variables,
+            **self.variables,
         )
         return str(text)
-
-    @cached_property
-    def _date_texts(self) -> dict[str, str]:
-        return {directive: self.date.strftime(directive) for directive in DATE_DIRECTIVES}
 
     def _end_reply(self, tokens: list[int], start: int) -> tuple[list[int], int]:
         """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
