@@ -23,9 +23,9 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 import rl2
 from rl2.config.values import flatten, show_value
 from rl2.engine.local import LocalEngine
-from rl2.env.files import import_env_file
 from rl2.report import loggers
 from rl2.run.signals import STOP_SIGNALS
+from rl2.user_files import import_env_file
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 

@@ -45,11 +45,11 @@ from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError, EnvFailures, select_arguments
-from rl2.env.files import import_env_file
 from rl2.env.load import load_env, preflight
 from rl2.env.tool_calls.call import ToolCall
 from rl2.rewards.sandbox import Limits
 from rl2.rollout.collect import Collector
+from rl2.user_files import import_env_file
 
 CASES = read_cases("ready_envs")
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2}

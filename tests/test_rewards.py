@@ -16,7 +16,6 @@ import psutil
 import pytest
 from common import read_cases, run
 
-from rl2.env.files import import_env_file
 from rl2.rewards import maths
 from rl2.rewards.maths import number, quantity, same_choice, same_maths, same_number
 from rl2.rewards.text import (
@@ -29,6 +28,7 @@ from rl2.rewards.text import (
     same_text,
     weighted,
 )
+from rl2.user_files import import_env_file
 
 CASES = read_cases("rewards")
 needs_math_verify = pytest.mark.skipif(

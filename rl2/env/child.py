@@ -15,10 +15,10 @@ from functools import cache
 from typing import Any
 
 from rl2.env.contract import EnvError
-from rl2.env.files import import_env_file
 from rl2.env.results import check_result, raising_env_error
 from rl2.env.session import Sessions
 from rl2.output import outlive_readers
+from rl2.user_files import import_env_file
 
 
 def serve(descriptor: int, path: str) -> None:

@@ -15,10 +15,10 @@ from rl2.env.contract import (
     add_parts,
     required_columns,
 )
-from rl2.env.files import import_env_file
 from rl2.env.gold import FORMS, PROGRAM, WRONG, gold_answers
 from rl2.env.processes import ProcessPool
 from rl2.env.spec import EnvSpec, read_spec
+from rl2.user_files import import_env_file
 
 TRIAL_REPLIES = ("", "The answer is 42.", PROGRAM.replace("{}", "pass"))
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
