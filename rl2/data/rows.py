@@ -10,7 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -224,16 +223,18 @@ def check_problems(path: str, problems: dict[str, list[str]]) -> None:
 
 
 def _parse_row(row: dict, is_columnar: bool) -> dict:
-    """The row with JSON text of conversations and tools parsed."""
+    """The row with JSON text of conversations and tools parsed. ValueError for broken text."""
     parsed = {}
     for column, value in row.items():
-        # Columnar data give each struct the keys of all structs, with null for those it lacks.
-        drops_nulls = is_columnar and not isinstance(value, str) and column in PARSED_COLUMNS
-        if isinstance(value, str) and column == "tools":
-            value = _parse_json(value or "null", "column 'tools'")
-        elif isinstance(value, str) and column in PARSED_COLUMNS:
-            value = _parse_messages(value, column)
-        _, parsed[column] = _clean([column, value], column, drops_nulls)
+        if column in PARSED_COLUMNS:
+            if isinstance(value, str) and column == "tools":
+                value = _parse_json(value or "null", "column 'tools'")
+            elif isinstance(value, str):
+                value = _parse_messages(value, column)
+            elif is_columnar:
+                value = _drop_nulls(value)
+        _check_unicode(column, value)
+        parsed[column] = value
     return parsed
 
 
@@ -290,30 +291,35 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _clean(value: Any, column: str, drops_nulls: bool = False) -> Any:
-    """The value in a column; with `drops_nulls`, objects lose the keys whose value is null.
+def _drop_nulls(value: Any) -> Any:
+    """The value, in which objects lose the keys whose value is null.
 
-    ValueError for text that UTF-8 cannot hold. Such text has lone surrogates: halves of a pair, or
-    bytes of a file that is not in UTF-8. Tokenizers refuse it, and no process could write it.
+    Columnar data give each object the keys of all objects, with null for those it lacks.
     """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"column {column!r}: {error}; save the file as UTF-8, or remove the character: "
-                f"{abbreviate(value)}"
-            ) from None
-    if not isinstance(value, dict | list | tuple):
-        return value
-    clean = partial(_clean, column=column, drops_nulls=drops_nulls)
-    if not isinstance(value, dict):
-        return type(value)(map(clean, value))
-    return {
-        clean(key): clean(item)
-        for key, item in value.items()
-        if item is not None or not drops_nulls
-    }
+    if isinstance(value, list):
+        return [_drop_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _check_unicode(column: str, value: Any) -> None:
+    """ValueError for text that UTF-8 cannot hold.
+
+    Such text has lone surrogates: halves of a pair, or bytes of a file that is not in UTF-8.
+    Tokenizers refuse it, and no process could write it.
+    """
+    try:
+        # Bytes, dates and so on have no text.
+        text = json.dumps(
+            [column, value], ensure_ascii=False, default=lambda _: None, skipkeys=True
+        )
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"column {column!r}: {error}; save the file as UTF-8, or remove the character: "
+            f"{abbreviate(value)}"
+        ) from None
 
 
 def _find_source(path: str, split: str) -> Source:
@@ -381,7 +387,7 @@ def _find_files(path: Path, split: str) -> list[Path]:
 
 
 def _open_text(file: Path, newline: str) -> TextIO:
-    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`."""
+    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_check_unicode`."""
     return open(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
