@@ -562,6 +562,26 @@ def test_columns_are_renamed(tmp_path, capsys, monkeypatch):
     assert read(tmp_path, capsys, read_ppo_row, {"prompt": "x"}) == ({"messages": "x"}, "")
 
 
+PUBLIC = read_cases("public_rows")
+READERS = {"ppo": read_ppo_row, "sft": read_sft_row, "pair": read_pair_row}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in READERS for name in PUBLIC[kind]]
+)
+def test_rows_of_public_data_sets_are_read_as_they_come(tmp_path, capsys, kind, name):
+    case = PUBLIC[kind][name]
+    seen, _ = read(tmp_path, capsys, READERS[kind], case["row"], **case.get("columns", {}))
+    assert {column: seen.get(column) for column in case["expected"]} == case["expected"]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), PUBLIC["refused"])
+def test_public_rows_that_do_not_suit_are_refused_with_the_remedy(tmp_path, kind, row, message):
+    path = write(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ValueError, match=f"(?s)a.jsonl, row 1: .*{message}"):
+        load_rows(path, read=READERS[kind])
+
+
 @pytest.mark.parametrize(("row", "tokens", "mask"), OTHERS["sft"])
 def test_conversations_of_other_projects_are_trained(tmp_path, row, tokens, mask):
     path = write(tmp_path / "a.jsonl", [row])

@@ -15,32 +15,6 @@ from faulty_env import nest
 
 from rl2.env.contract import EnvError
 
-
-@pytest.mark.parametrize("fault", ["asyncio.create_task(exits())", "loop.call_soon(loop.stop)"])
-def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
-    env = load(
-        tmp_path,
-        f"""
-        import asyncio
-        loops = set()
-        async def exits():
-            raise SystemExit(3)
-        async def reward_fn(messages, fail):
-            loop = asyncio.get_running_loop()
-            loops.add(loop)
-            if fail:
-                {fault}
-            await asyncio.sleep(0.1)
-            return len(loops)
-        """,
-        timeout=10,
-    )
-    for _ in range(2):  # the loop is still there
-        results = call_together(env, [(None, {"fail": fail}) for fail in (False, True, False)])
-        assert results == [{"reward": 1.0}] * 3
-    env.close()
-
-
 BLOCKING_ENV = """
     import asyncio, threading, time
     release = threading.Event()
