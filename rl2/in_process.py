@@ -26,7 +26,7 @@ from rl2.config.parse import compose, make_config
 from rl2.config.problem import ConfigError, general_problem, refuse
 from rl2.python_inputs import FOLDER, Inputs
 from rl2.run.folder import AllStepsDone
-from rl2.run.signals import StopSignal, user_errors
+from rl2.run.signals import user_errors
 from rl2.run.watchdog import Watchdog
 
 _is_training = threading.Lock()  # one run at a time: it has the process group and the phase
@@ -51,7 +51,7 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
                 "this process has a torch.distributed process group, and a run needs one of its "
                 "own: call torch.distributed.destroy_process_group() first"
             )
-        with StopSignal(), _paused_event_loop(), _own_process():
+        with _paused_event_loop(), _own_process():
             config = _make_config(root, inputs)
             _start(start, config)
             return Path(config.trainer.save_dir).absolute()
@@ -64,7 +64,7 @@ def train_job(start: Callable[[Any], None], config: Any) -> None:
     if "RANK" in os.environ:
         advice = "start it without torchrun, or one torchrun for each value"
         refuse([general_problem(f"--multirun runs its jobs in one process: {advice}")])
-    with StopSignal(), user_errors(), _own_process():
+    with user_errors(), _own_process():
         _start(start, config)
 
 

@@ -113,7 +113,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     if teacher.base_url and is_training:
         from rl2.teacher import connect
 
-        teacher_server = connect(teacher.base_url, teacher.protocol, teacher.model_name, device)
+        teacher_server = connect(teacher.base_url, teacher.model_name, device)
     return Setup(
         config=config,
         folder=folder,

@@ -18,7 +18,7 @@ from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run.folder import RunFolder
-from rl2.run.signals import find_stop_signal
+from rl2.run.signals import StopSignal
 from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
 
@@ -63,14 +63,13 @@ class Recorder:
         self.device = device
         self.evaluate = evaluate
         self.start_step = self.last_step = folder.start.step  # the steps that are done
-        self.planned_steps = num_steps
-        self.num_steps = num_steps  # the step after which this launch ends
+        self.num_steps = num_steps
         folder.resume(self.objects, num_steps)
         self.earlier_best = folder.best  # before the last evaluation
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
-        self.stop_signal = find_stop_signal()
+        self.stop_signal = StopSignal()
         self.is_stopping = False  # after this step, as a signal asks
         self.lacks_test = False  # this step, which the launch that resumes makes up for
         self.watchers = [
@@ -142,7 +141,7 @@ class Recorder:
 
     def _is_checkpoint_due(self, step: int) -> bool:
         save_freq = self.config.trainer.save_freq
-        is_end = step == self.num_steps and (save_freq or self.folder.has_lost_patience)
+        is_end = step == self.num_steps and save_freq
         is_needed = self.is_stopping or self._is_best(step)
         return bool(is_due(step, save_freq) or is_end or is_needed)
 
@@ -154,7 +153,7 @@ class Recorder:
         """
         folder = self.folder
         if not self.health.is_diverging and self._weights_are_finite():
-            folder.save(step, self.objects, self.planned_steps)
+            folder.save(step, self.objects, self.num_steps)
             folder.prune(self.health.proven_step)
             return
         if self._is_best(step):
@@ -171,27 +170,10 @@ class Recorder:
         worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
     def _judge(self, step: int, metrics: Metrics) -> None:
-        """Compares an evaluation with the best one. Ends the run if trainer.patience is over."""
-        folder = self.folder
-        if folder.best is None:
-            return
-        self.earlier_best = folder.best
-        folder.best = folder.best.judge(step, metrics)
-        if folder.has_lost_patience and step < self.num_steps:
-            self.num_steps = step
-            if is_first_rank():
-                best = folder.best
-                print(
-                    f"early stop at step {step}: {best.num_worse} evaluations in a row are not "
-                    f"better than {self._describe_best()} (trainer.patience)"
-                )
-
-    def _describe_best(self) -> str:
-        best = self.folder.best
-        assert best is not None
-        if best.value is None:
-            return f"{best.metric}, which had no value yet"
-        return f"{best.metric} {best.value:.4g} of step {best.step}"
+        """Compares an evaluation with the best one."""
+        if self.folder.best is not None:
+            self.earlier_best = self.folder.best
+            self.folder.best = self.folder.best.judge(step, metrics)
 
     def _is_best(self, step: int) -> bool:
         return 0 < step == self.folder.best_step
@@ -236,8 +218,10 @@ class Recorder:
             print(f"model saved to {self.folder.path / 'model'}")
         self.folder.prune(self.health.proven_step + 1)  # the last step has no later update
         self.metrics_log.close()
-        if is_first_rank() and self.folder.best_step > 0:
-            print(f"best: {self._describe_best()}, in {self.folder.path / BEST_MODEL}")
+        best = self.folder.best
+        if is_first_rank() and best is not None and best.value is not None:
+            place = self.folder.path / BEST_MODEL
+            print(f"best: {best.metric} {best.value:.4g} of step {best.step}, in {place}")
         dist.destroy_process_group()
 
 

@@ -1,8 +1,7 @@
 """A teacher that runs elsewhere: a server that scores the sampled tokens.
 
-Two protocols of servers: the completions of OpenAI's API with `echo`, as vLLM has them, and
-SGLang's own `/generate`. Both score a prompt of token ids at temperature 1, over the whole
-vocabulary.
+It has the completions of OpenAI's API with `echo`, as vLLM, and scores a prompt of token ids at
+temperature 1, over the whole vocabulary.
 """
 
 import http.client
@@ -34,7 +33,6 @@ class TeacherServer:
     """Scores tokens as a frozen worker does, by a server at `base_url`."""
 
     base_url: str  # without a path
-    protocol: str  # openai or sglang
     model: str  # by its name on the server
     device: torch.device  # of what the processes exchange
 
@@ -64,8 +62,7 @@ class TeacherServer:
 
     def score(self, tokens: list[int]) -> list[float]:
         """The log-probability of each token after the first, given those before it."""
-        ask = self._ask_sglang if self.protocol == "sglang" else self._ask_openai
-        scored = ask(tokens)[: len(tokens)]
+        scored = self._ask(tokens)[: len(tokens)]
         wrong = [a for a, (b, _) in zip(tokens, scored, strict=False) if b not in (None, a)]
         logps = [logprob for _, logprob in scored[1:]]
         unscored = [p for p in logps if not isinstance(p, int | float) or not math.isfinite(p)]
@@ -78,7 +75,7 @@ class TeacherServer:
             )
         return [float(logprob or 0.0) for logprob in logps]
 
-    def _ask_openai(self, tokens: list[int]) -> list[tuple[int | None, float | None]]:
+    def _ask(self, tokens: list[int]) -> list[tuple[int | None, float | None]]:
         """(token id, or None if it is not told; log-probability) of each token."""
         body = {
             "model": self.model,
@@ -95,28 +92,10 @@ class TeacherServer:
             known = [int(number) if number else None for number in ids]
             return list(zip(known, logprobs["token_logprobs"], strict=True))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._wrong_answer(reply, error) from error
-
-    def _ask_sglang(self, tokens: list[int]) -> list[tuple[int | None, float | None]]:
-        """(token id, log-probability) of each token."""
-        body = {
-            "input_ids": tokens,
-            "sampling_params": {"max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        reply = request(self.base_url, "/generate", body)
-        try:
-            triples = reply["meta_info"]["input_token_logprobs"]
-            return [(token, logprob) for logprob, token, *_ in triples]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._wrong_answer(reply, error) from error
-
-    def _wrong_answer(self, reply: Any, error: Exception) -> RuntimeError:
-        return RuntimeError(
-            f"teacher.base_url={self.base_url}: the answer has no log-probabilities of the prompt "
-            f"as teacher.protocol={self.protocol} has them ({error!r}): {json.dumps(reply)[:300]}"
-        )
+            raise RuntimeError(
+                f"teacher.base_url={self.base_url}: the answer has no log-probabilities of the "
+                f"prompt, as completions with echo ({error!r}): {json.dumps(reply)[:300]}"
+            ) from error
 
 
 def request(base_url: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -145,24 +124,24 @@ def request(base_url: str, path: str, body: dict[str, Any] | None = None) -> Any
     raise RuntimeError(f"teacher.base_url={base_url}: {path} failed: {problem}")
 
 
-def connect(base_url: str, protocol: str, model: str | None, device: torch.device) -> TeacherServer:
+def connect(base_url: str, model: str | None, device: torch.device) -> TeacherServer:
     """Returns the teacher, after the first process has scored two tokens with it.
 
     `model` is the name of the model on the server; None takes the first that it lists. RuntimeError
     if the server cannot be used.
     """
     base_url = base_url.rstrip("/").removesuffix("/v1")
-    server = TeacherServer(base_url, protocol, model or "", device)
+    server = TeacherServer(base_url, model or "", device)
     problem = ""
     if dist.get_rank() == 0:
         try:
-            if protocol == "openai" and model is None:
+            if model is None:
                 server.model = request(base_url, "/v1/models")["data"][0]["id"]
             server.score([1, 2])
         except RuntimeError as error:
             problem = str(error)
         else:
-            print(f"teacher: {server.model or 'a model'} at {base_url}")
+            print(f"teacher: {server.model} at {base_url}")
     server.model, problem = broadcast_object((server.model, problem))
     if problem:
         raise RuntimeError(problem)

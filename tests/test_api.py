@@ -233,9 +233,8 @@ class CtrlC:
         return reward_fn(messages, answer)
 
 
-@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
 def test_ctrl_c_ends_the_trial_and_saves_the_run_that_the_same_call_resumes(
-    train, model, unchanged_process
+    model, unchanged_process
 ):
     calls = itertools.count()  # several are tried at once; a later signal would end pytest itself
 
@@ -245,19 +244,19 @@ def test_ctrl_c_ends_the_trial_and_saves_the_run_that_the_same_call_resumes(
         return reward_fn(messages, answer)
 
     with pytest.raises(KeyboardInterrupt):
-        train(model, "trial", interrupt_the_trial)
+        train_ppo(model, "trial", interrupt_the_trial)
     with pytest.raises(KeyboardInterrupt):
-        train(model, "twice", CtrlC(2))
+        train_ppo(model, "twice", CtrlC(2))
     assert not rl2.Run("runs/twice").model_path.exists()
-    stopped = train(model, "run", CtrlC(1))
+    stopped = train_ppo(model, "run", CtrlC(1))
     assert [line["step"] for line in stopped.metrics] == [1] and stopped.model_path.exists()
-    resumed = train(model, "run", CtrlC(0))
+    resumed = train_ppo(model, "run", CtrlC(0))
     assert [line["step"] for line in resumed.metrics] == [1, 2]
-    whole = train(model, "whole")
+    whole = train_ppo(model, "whole")
     assert read_untimed_metrics(resumed.path) == read_untimed_metrics(whole.path)
     assert weights(resumed) == weights(whole)
     changed = weights(resumed)
-    assert train(model, "run", CtrlC(0)) == resumed  # all steps are done
+    assert train_ppo(model, "run", CtrlC(0)) == resumed  # all steps are done
     assert weights(resumed) == changed
 
 

@@ -234,7 +234,6 @@ def make_samplers(num_steps=9, max_staleness=1, stops=None):
         num_steps,
         max_staleness,
         old_policy_is_sampler=True,
-        write_records=None,
         request_stop=lambda: stops.append(1) if stops is not None else None,
     )
 

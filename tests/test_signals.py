@@ -75,7 +75,6 @@ def test_a_stop_is_asked_for_although_nobody_reads_stderr():
     stderr = os.dup(2)
     os.dup2(writer, 2)
     stop_signal = StopSignal()
-    stop_signal.is_listening = True
     try:
         stop_signal.handle(signal.SIGINT, None)
     finally:

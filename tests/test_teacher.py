@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def as_teacher(name, change=lambda path, value: value):
-    """The answers of a model, in either protocol. `change` may spoil them."""
+    """The answers of a model. `change` may spoil them."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     lock = threading.Lock()
 
@@ -29,18 +29,14 @@ def as_teacher(name, change=lambda path, value: value):
     def answer(path, body):
         if path == "/v1/models":
             value = {"data": [{"id": "the-teacher"}, {"id": "other"}]}
-        elif path == "/v1/completions":
+        else:
+            assert path == "/v1/completions"
             assert (body["model"], body["echo"]) == ("the-teacher", True)
             scores = {
                 "tokens": [f"token_id:{token}" for token in body["prompt"]] + ["token_id:7"],
                 "token_logprobs": [*score(body["prompt"]), -0.5],  # and of a sampled token
             }
             value = {"choices": [{"text": "", "logprobs": scores}]}
-        else:
-            assert path == "/generate" and body["return_logprob"]
-            tokens = body["input_ids"]
-            triples = [[logp, t, None] for logp, t in zip(score(tokens), tokens, strict=True)]
-            value = {"text": "", "meta_info": {"input_token_logprobs": triples}}
         return 200, change(path, value)
 
     return answer
@@ -56,13 +52,12 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
 
 
-@pytest.mark.parametrize("protocol", ["openai", "sglang"])
-def test_the_trained_tokens_have_the_scores_of_the_model(model, protocol, monkeypatch):
+def test_the_trained_tokens_have_the_scores_of_the_model(model, monkeypatch):
     monkeypatch.setenv("TEACHER_API_KEY", "secret")
     batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
     batch.mask[2] = 0  # nothing of this row is trained
     with serve_json(as_teacher(model)) as (url, requests):
-        logps = connect(f"{url}/v1/", protocol, None, CPU).infer(batch).logps
+        logps = connect(f"{url}/v1/", None, CPU).infer(batch).logps
     assert all(headers["Authorization"] == "Bearer secret" for headers, _ in requests)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -81,50 +76,56 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
         return (503, b"loading") if len(calls) in (1, 2, 4) else teacher(path, body)
 
     with serve_json(answer) as (url, _):
-        assert len(connect(url, "openai", None, CPU).score([5, 6, 7])) == 2
+        assert len(connect(url, None, CPU).score([5, 6, 7])) == 2
     assert len(calls) == 6
 
 
-def other_tokens(path, value):
+def change_scores(name, change):
+    """Spoils one of the lists of a completion's log-probabilities."""
+
+    def spoil(path, value):
+        if path == "/v1/completions":
+            change(value["choices"][0]["logprobs"][name])
+        return value
+
+    return spoil
+
+
+def drop_all_but_one(path, value):
     if path == "/v1/completions":
-        value["choices"][0]["logprobs"]["tokens"][1] = "token_id:3"
-    return value
-
-
-def too_few(path, value):
-    if path == "/generate":
-        del value["meta_info"]["input_token_logprobs"][1:]
-    return value
-
-
-def not_a_number(path, value):
-    if path == "/generate":
-        value["meta_info"]["input_token_logprobs"][1][0] = None
+        for scores in value["choices"][0]["logprobs"].values():
+            del scores[1:]
     return value
 
 
 @pytest.mark.parametrize(
-    ("protocol", "change", "words"),
+    ("change", "words"),
     [
-        ("openai", other_tokens, "2 tokens were sent, and 2 scored, 1 of them as other tokens"),
-        ("sglang", too_few, "2 tokens were sent, and 1 scored"),
-        ("sglang", not_a_number, "1 without a finite log-probability"),
-        ("openai", lambda path, value: {"data": [{"id": "the-teacher"}]}, "no log-probabilities"),
+        (
+            change_scores("tokens", lambda tokens: tokens.__setitem__(1, "token_id:3")),
+            "2 tokens were sent, and 2 scored, 1 of them as other tokens",
+        ),
+        (drop_all_but_one, "2 tokens were sent, and 1 scored"),
+        (
+            change_scores("token_logprobs", lambda logps: logps.__setitem__(1, None)),
+            "1 without a finite log-probability",
+        ),
+        (lambda path, value: {"data": [{"id": "the-teacher"}]}, "no log-probabilities"),
     ],
 )
-def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, protocol, change, words):
+def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, change, words):
     with serve_json(as_teacher(model, change)) as (url, _):
         with pytest.raises(RuntimeError, match=f"teacher.base_url={url}: .*{words}"):
-            connect(url, protocol, None, CPU)
+            connect(url, None, CPU)
 
 
 def test_a_server_that_refuses_or_is_not_there_is_named():
     with serve_json(lambda path, body: (404, b'{"error": "no such model"}')) as (url, requests):
         with pytest.raises(RuntimeError, match=f"{url}: /v1/completions failed.*no such model"):
-            connect(url, "openai", "gone", CPU)
+            connect(url, "gone", CPU)
     assert len(requests) == 1, "a refusal is final"
-    with pytest.raises(RuntimeError, match=f"{url}: /generate failed: .*refused"):
-        connect(url, "sglang", None, CPU)
+    with pytest.raises(RuntimeError, match=f"{url}: /v1/models failed: .*refused"):
+        connect(url, None, CPU)
 
 
 def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):

@@ -43,7 +43,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "kl.reward_estimator": ("kl.type=reward",),
     "kl.loss_estimator": ("kl.type=loss",),
     "teacher": ("teacher.model_name", "teacher.base_url"),
-    "trainer.patience": ("trainer.save_best",),
     "trainer.eval_only": ("data.test_path", "data.test_ratio"),
 }
 # Keys that may not be set beside a key, in the same form.

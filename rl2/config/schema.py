@@ -344,12 +344,7 @@ class TeacherConfig:
         None, "model to distill from; it has the actor's tokenizer; with base_url its name there"
     )
     base_url: str | None = key(
-        None, "URL of a server that runs the teacher; TEACHER_API_KEY of the environment is its key"
-    )
-    protocol: str = key(
-        "openai",
-        "how the server is asked; openai: completions with echo, as of vLLM; sglang: /generate",
-        choices=("openai", "sglang"),
+        None, "URL of a server with OpenAI's completions and `echo`; TEACHER_API_KEY is its key"
     )
     kl: str = key(
         "sampled",
@@ -581,9 +576,6 @@ class TrainerConfig:
     )
     save_best: str | None = key(
         None, "keep the best evaluation's model; by auto, a test set's name or a metric after test/"
-    )
-    patience: PositiveInt | None = key(
-        None, "end the run after this many evaluations in a row without a better one"
     )
     watchdog: NonNegativeFloat = key(
         60.0, "seconds without progress until the ranks print their stacks; 0 = never"

@@ -16,14 +16,14 @@ which have the engines.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rl2.engine.base import Engine, NamedTensors
 from rl2.parallel.worlds import Link
 from rl2.report.health import Metrics
-from rl2.rollout.collect import Collector, WriteRecords
+from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.trajectory import Trajectory
@@ -39,17 +39,12 @@ class Handover:
     rows_done: int
 
 
-Transcript = tuple[str, int, list[dict[str, Any]]]  # what `WriteRecords` takes
-
-
 @dataclass(frozen=True)
 class Answer:
     """What the samplers answer: a value, or why there is none."""
 
     value: Any = None
     error: str | None = None
-    transcripts: list[Transcript] = field(default_factory=list)
-    """to be written by the first trainer"""
     is_stopping: bool = False  # a sampler was asked to stop
 
 
@@ -65,7 +60,6 @@ class Samplers(Sampling):
         num_steps: int,
         max_staleness: int,
         old_policy_is_sampler: bool,
-        write_records: WriteRecords,
         request_stop: Callable[[], None],
     ):
         """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
@@ -75,7 +69,6 @@ class Samplers(Sampling):
         self.num_steps = num_steps
         self.max_staleness = max_staleness
         self.old_policy_is_sampler = old_policy_is_sampler
-        self.write_records = write_records
         self.request_stop = request_stop
         self.rows_done = 0
         self.state = b""  # of the samplers after the newest rollout that has come
@@ -158,15 +151,13 @@ class Samplers(Sampling):
         self.link.send((verb, arguments))
 
     def _receive(self) -> Any:
-        """Waits for the next answer, and returns its value. Its transcripts are written.
+        """Waits for the next answer, and returns its value.
 
         RuntimeError in the samplers' words if they failed.
         """
         answer: Answer = pickle.loads(self.link.receive_answer())
         if answer.is_stopping:
             self.request_stop()
-        for transcript in answer.transcripts:
-            self.write_records(*transcript)
         if answer.error is not None:
             raise RuntimeError(answer.error)
         return answer.value
@@ -189,12 +180,6 @@ class Serving:
         self.engine: Engine = collector.player.engine
         self.listen = listen
         self.is_stopping: Callable[[], bool] = lambda: False
-        self.transcripts: list[Transcript] = []  # of the answer that comes next
-        collector.write_records = self.keep_records
-
-    def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
-        """Takes the place of the run folder's `write_records`: the first trainer writes."""
-        self.transcripts.append((split, step, list(records)))
 
     def begin(self, state: bytes) -> None:
         if state:
@@ -223,8 +208,7 @@ class Serving:
         self.link.flush()
 
     def _answer(self, value: Any, error: str | None = None) -> None:
-        transcripts, self.transcripts = self.transcripts, []
-        self.link.answer(Answer(value, error, transcripts, self.is_stopping()))
+        self.link.answer(Answer(value, error, self.is_stopping()))
 
 
 def serve(serving: Serving) -> None:

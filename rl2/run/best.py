@@ -1,9 +1,9 @@
-"""The best evaluation of a run so far: what trainer.save_best keeps and trainer.patience counts."""
+"""The best evaluation of a run so far, which trainer.save_best keeps."""
 
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,11 +21,9 @@ class Best:
     metric: str  # as in metrics.jsonl, such as test/reward/mean; test/*/loss is a mean over sets
     step: int = 0  # 0: none yet. The evaluation before training is no candidate
     value: float | None = None
-    num_worse: int = 0  # evaluations since then
-    last_step: int = 0  # the last step that was judged
 
     def judge(self, step: int, metrics: dict[str, float]) -> "Best":
-        """Returns the state after the evaluation of `step`, or itself if that is judged already.
+        """Returns the best after the evaluation of `step`. Step 0 is no candidate.
 
         An equal or undefined value is not better. ValueError if the metric is not among those of
         the test rows.
@@ -36,12 +34,10 @@ class Best:
                 f"trainer.save_best={self.metric.removeprefix('test/')}: the test rows have no "
                 f"such metric; choose auto, or one of {names}"
             )
-        if step <= self.last_step:
-            return self
         value = fmean(metrics[name] for name in self._names(metrics))
-        if not math.isfinite(value) or not self._is_below(value):
-            return replace(self, num_worse=self.num_worse + 1, last_step=step)
-        return Best(self.metric, step, value, num_worse=0, last_step=step)
+        if step == 0 or not math.isfinite(value) or not self._is_below(value):
+            return self
+        return Best(self.metric, step, value)
 
     def _names(self, metrics: Iterable[str]) -> list[str]:
         """The metrics whose mean is the value."""
@@ -67,7 +63,7 @@ def start_best(config: Config, saved: dict[str, Any] | None = None) -> Best | No
     if metric is None:
         return None
     if saved and saved["metric"] == metric:
-        return Best(**saved)
+        return Best(metric, saved["step"], saved["value"])
     return Best(metric)
 
 

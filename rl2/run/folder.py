@@ -71,7 +71,7 @@ class RunFolder:
         self.best = start_best(config, self.start.best)
         if self.best and self.best.step not in (0, self.start.step, self.start.best_model_step):
             # The run returns to an old checkpoint, and a later best one has replaced best_model/.
-            self.best = Best(self.best.metric, last_step=self.best.last_step)
+            self.best = Best(self.best.metric)
 
     def _take(self) -> Start:
         """Rank 0 locks the folder and looks for the start. All raise an error if it fails."""
@@ -129,9 +129,7 @@ class RunFolder:
         if self.start.checkpoint is None:
             num_steps = max(1, num_steps)
         num_steps = min(num_steps, trainer.max_steps or num_steps)
-        if self.has_lost_patience:
-            num_steps = self.start.step
-        elif self.is_first and self.start.num_steps not in (0, num_steps):
+        if self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
             print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
         return num_steps
@@ -155,13 +153,10 @@ class RunFolder:
                 "trainer.n_epochs or trainer.max_steps continues this run with them"
             )
         if self.is_first:
-            remedy = "raise trainer.n_epochs or trainer.max_steps"
-            if self.has_lost_patience:
-                remedy = "raise trainer.patience, which ended the run, or set it to null"
             print(
                 f"{self.path}: all steps are done (the newest checkpoint is of step "
-                f"{start.step}), and model/ is there. To continue, {remedy}; "
-                "trainer.resume=off starts over and sets this run aside.",
+                f"{start.step}), and model/ is there. To continue, raise trainer.n_epochs or "
+                "trainer.max_steps; trainer.resume=off starts over and sets this run aside.",
             )
         dist.destroy_process_group()
         raise AllStepsDone(0)
@@ -274,14 +269,6 @@ class RunFolder:
             MetricsFile(branch).replace(lines)
         print(f"{what} is now in {branch}")
 
-    # The best evaluation.
-
-    @property
-    def has_lost_patience(self) -> bool:
-        """Whether trainer.patience ends the run, now or in an earlier launch."""
-        patience = self.config.trainer.patience
-        return bool(patience and self.best and self.best.num_worse >= patience)
-
     @property
     def best_step(self) -> int:
         return self.best.step if self.best else NO_STEP
@@ -329,11 +316,13 @@ class RunFolder:
         records: Iterable[dict[str, Any]],
         tokens: dict[str, np.ndarray] | None = None,
     ) -> None:
-        """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on rank 0.
+        """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl.
+
+        Of the processes that train, and of those that only sample, the first one does it.
 
         The tokens, if they are given, become step_N.safetensors beside it.
         """
-        if not self.is_first:
+        if dist.get_rank() != 0:
             return
         path = self.path / "rollouts" / split / f"step_{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

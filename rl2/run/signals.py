@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from rl2 import cleanup
 from rl2.error_report import report_error, report_to_torchrun
 from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
@@ -42,64 +43,43 @@ SECONDS_OF_ONE_REQUEST = 1.0
 class StopSignal:
     """Turns Ctrl-C, SIGTERM and SIGHUP into a request, which the loop reads when its step ends.
 
-    The first signal does so once a run listens, and a second one ends the process. Signals that
-    are ignored stay so, as SIGHUP by `nohup`. On another thread than the main one, all signals stay
-    as they are: Python lets no other thread handle them.
-
-    It is a context manager for a process that goes on after a run, such as a notebook. There,
-    before the run listens and the second time, Ctrl-C raises KeyboardInterrupt in the main thread,
-    and the others do what they did before. Afterwards the signals have their earlier handlers.
+    `listen` begins that. A second signal does what it did before the run: it ends the process, and
+    in a notebook Ctrl-C raises KeyboardInterrupt. Signals that are ignored stay so, as SIGHUP by
+    `nohup`. On another thread than the main one, all signals stay as they are: Python lets no other
+    thread handle them.
     """
 
     def __init__(self) -> None:
-        self.is_listening = False
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
         self.earlier: dict[int, Any] = {}  # the handlers by signal
 
-    def __enter__(self) -> None:
-        global _borrowed
-        _borrowed = self
-        self._handle_signals()
-
-    def __exit__(self, *_: object) -> None:
-        global _borrowed
-        _borrowed = None
-        for number, handler in self.earlier.items():
-            signal.signal(number, handler)
-
     def listen(self) -> None:
-        """Handles the signals from here on. Until then they do what they did before the run."""
-        self.is_listening = True
-        if self is not _borrowed:
-            self._handle_signals()
-
-    def _handle_signals(self) -> None:
+        """Handles the signals from here on to the end of the run (`rl2.cleanup`)."""
         if threading.current_thread() is not threading.main_thread():
             return
+        cleanup.register(self._end, at_exit=False)
         for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             if handler not in (None, signal.SIG_IGN):  # None: one that is not Python's
                 self.earlier[number] = signal.signal(number, self.handle)
 
+    def _end(self) -> None:
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal: the first one asks for a stop, the second one ends the run."""
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
             os._exit(128 + number)
-        if self.is_listening and self.requested_at is None:
+        if self.requested_at is None:
             self.request()
             _print_once_a_node(
                 "stopping: this step will be finished and saved. A second signal ends the run at "
                 "once, and torchrun kills it after 30 s: then the same command resumes from the "
                 "newest checkpoint."
             )
-        elif self.requested_at and time.monotonic() - self.requested_at < SECONDS_OF_ONE_REQUEST:
-            return
-        elif self is not _borrowed:
-            os._exit(128 + number)
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt  # asyncio's own handler would cancel a task that waits for us
-        else:
+        elif time.monotonic() - self.requested_at >= SECONDS_OF_ONE_REQUEST:
             signal.signal(number, self.earlier[number])
             signal.raise_signal(number)
 
@@ -110,14 +90,6 @@ class StopSignal:
     def is_requested_anywhere(self, device: torch.device) -> bool:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, device)
-
-
-_borrowed: StopSignal | None = None  # of a process that goes on
-
-
-def find_stop_signal() -> StopSignal:
-    """Returns that of the process, or a new one if the process is the run's own."""
-    return _borrowed or StopSignal()
 
 
 def end_with_launcher() -> None:

@@ -36,9 +36,9 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
-from rl2.rollout.stats import add_token_columns, to_records
+from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import Trajectory
-from rl2.run.signals import find_stop_signal
+from rl2.run.signals import StopSignal
 from rl2.worker import Reference, Worker
 
 
@@ -123,7 +123,6 @@ class PPORun:
             num_steps,
             max_staleness=self.config.rollout.max_staleness or 1,
             old_policy_is_sampler=old_policy_is_sampler(self.config),
-            write_records=self.folder.write_records,
             request_stop=self._request_stop,
         )
 
@@ -191,8 +190,6 @@ class PPORun:
 
     def finish_step(self, step: int, result: StepResult) -> bool:
         """Evaluates, logs and saves where that is due. Returns whether to stop here."""
-        if self.tokens:
-            add_token_columns(self.tokens, result.batch)
         records = to_records(result.trajectories, result.batch)
         return self.recorder.finish_step(step, result.metrics, records, self.tokens)
 
@@ -218,7 +215,7 @@ class SamplerRun:
         setup = set_up(config, functions)
         assert setup.prompts is not None and setup.link is not None
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
-        self.stop_signal = find_stop_signal()
+        self.stop_signal = StopSignal()
         collector, evaluator = self.sampling.collector, self.sampling.evaluator
         self.serving = Serving(setup.link, collector, evaluator, self._listen)
 
