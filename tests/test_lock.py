@@ -1,16 +1,13 @@
 """Tests of the lock of a run folder: one run at a time has it, and a run that is gone loses it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from common import run
 
-from rl2.run import lock as run_lock
 from rl2.run.lock import RunLock, look_at_lock
 
 HOLD_LOCK = """
@@ -63,29 +60,15 @@ def test_a_live_run_keeps_its_folder_and_a_dead_one_does_not(tmp_path):
     assert look_at_lock(tmp_path) == "released", "an error does not release the lock"
 
 
-def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
-    """A file system may not show the locks of other machines: the touches of the owner tell."""
-    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 1.0)
-    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+def test_a_lock_that_another_machine_has_left_is_taken_and_its_owner_named(tmp_path, capsys):
+    """A file system may not show the locks of other machines."""
     lock = RunLock(tmp_path)
     lock.path.parent.mkdir()
     owner = {"pid": 4711, "host": "node7", "since": "2026-01-01 00:00:00"}
     lock.path.write_text(json.dumps(owner))
-    lock.path.with_name("held").touch()
-    assert look_at_lock(tmp_path) == "held"
-    os.utime(lock.path, (0, 0))
-    assert look_at_lock(tmp_path) == "abandoned"
-    other = RunLock(tmp_path)
-    beat = threading.Thread(target=other._beat)
-    beat.start()
-    with pytest.raises(ValueError, match="in use by another run .process 4711 on node7"):
-        RunLock(tmp_path).acquire()
-    other.is_released.set()
-    beat.join()
-    assert json.loads(lock.path.read_text()) == owner
     lock.acquire()
     assert json.loads(lock.path.read_text())["pid"] != 4711
-    assert capsys.readouterr().out.count("of process 4711 on node7: waiting 1 s") == 2
+    assert "process 4711 on node7" in capsys.readouterr().out
     lock.release()
 
 

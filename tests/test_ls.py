@@ -83,7 +83,6 @@ def test_the_states(tmp_path, capsys):
     write_run(tmp_path / "failed")
     write_run(tmp_path / "failed_later", model_step=2, is_complete=False)
     write_run(tmp_path / "killed", lock=owner(socket.gethostname()))
-    write_run(tmp_path / "elsewhere", lock=owner("node7"))
     write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
     write_run(tmp_path / "copied", lock=None)
     write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)
@@ -96,7 +95,6 @@ def test_the_states(tmp_path, capsys):
         "evaluated": "finished",
         "copied": "unknown",
         "copied_whole": "finished",
-        "elsewhere": "running",
     }
 
 

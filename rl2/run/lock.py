@@ -5,13 +5,10 @@ import json
 import os
 import shutil
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
-
-import psutil
 
 from rl2 import cleanup
 
@@ -19,16 +16,12 @@ from rl2 import cleanup
 # last run is gone and did not, as it was killed.
 Holding = Literal["never", "held", "released", "abandoned"]
 
-BEAT_SECONDS = 2.0  # between two touches of owner.json by the run that has the folder
-WATCH_SECONDS = 20.0  # an owner on another machine that does not touch it for so long is gone
-
 
 class RunLock:
     """`folder`/lock/held, which the system keeps locked until the process of the run ends.
 
-    owner.json beside it names the process, which touches it. It becomes {} when the run ends; after
-    a kill the name is left. Some file systems do not show a lock to other machines: there the
-    touches tell whether the owner is alive.
+    owner.json beside it names the process. It becomes {} when the run ends; after a kill the name
+    is left. Some file systems do not show a lock to other machines: an owner there is named.
     """
 
     def __init__(self, run_folder: Path):
@@ -41,7 +34,6 @@ class RunLock:
         # A process that closes the file loses the lock, whichever of its openings that is. So
         # nobody else opens it: it has no content.
         self.held: TextIO | None = None
-        self.is_released = threading.Event()
 
     def acquire(self) -> None:
         """Takes the folder until `release` or the end of the process.
@@ -50,48 +42,32 @@ class RunLock:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.held = open(self.path.with_name("held"), "w")  # noqa: SIM115
-        is_in_use = False
+        owner = _read_owner(self.path)
         try:
             fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            is_in_use = True
+            self.held.close()
+            raise ValueError(self._explain(owner)) from None
         except OSError as error:
             print(
                 f"warning: {self.held.name} cannot be locked ({error}), so nothing keeps a second "
                 "run out of this folder"
             )
-        owner = _read_owner(self.path)
-        is_elsewhere = bool(owner) and owner["host"] != socket.gethostname()
-        if is_in_use or (is_elsewhere and self._is_touched(owner)):
-            self.held.close()
-            raise ValueError(self._explain(owner))
+        if owner and owner["host"] != socket.gethostname():
+            print(
+                f"{self.run_folder} was last used by process {owner['pid']} on {owner['host']}, "
+                "which did not end in order: if it still runs, end this run"
+            )
         self.path.write_text(self.text)
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
         cleanup.register(self.release)
-
-    def _is_touched(self, owner: dict[str, Any]) -> bool:
-        """Whether the owner, on another machine, touches its file within WATCH_SECONDS."""
-        print(
-            f"{self.path} is of process {owner['pid']} on {owner['host']}: waiting "
-            f"{WATCH_SECONDS:.0f} s to see whether that run goes on"
-        )
-        before = self.path.stat().st_mtime_ns
-        time.sleep(WATCH_SECONDS)
-        return self.path.stat().st_mtime_ns != before
-
-    def _beat(self) -> None:
-        while not self.is_released.wait(BEAT_SECONDS):
-            with suppress(OSError):
-                os.utime(self.path)
 
     def release(self) -> None:
         """Lets other runs have the folder. Nothing happens in a child, which has a copy of this.
 
         A folder that has nothing else, as after a failed start, is removed.
         """
-        if self.held is None or self.is_released.is_set() or os.getpid() != self.pid:
+        if self.held is None or self.held.closed or os.getpid() != self.pid:
             return
-        self.is_released.set()
         self.held.close()
         if not self.path.exists():  # the folder is gone
             return
@@ -121,14 +97,13 @@ def _read_owner(path: Path) -> dict[str, Any]:
 
 
 def look_at_lock(run_folder: Path) -> Holding:
-    """Returns who has the folder."""
+    """Returns who has the folder. The process of its run must not ask: it would lose the lock."""
     path = RunLock(run_folder).path
-    if not path.exists():
+    if not path.with_name("held").exists():
         return "never"
-    owner = _read_owner(path)
-    if not owner:
-        return "released"
-    is_alive = time.time() - path.stat().st_mtime < WATCH_SECONDS
-    if owner["host"] == socket.gethostname():
-        is_alive = psutil.pid_exists(owner["pid"])
-    return "held" if is_alive else "abandoned"
+    with open(path.with_name("held")) as held, suppress(OSError):  # some file systems have no locks
+        try:
+            os.lockf(held.fileno(), os.F_TEST, 0)
+        except (BlockingIOError, PermissionError):
+            return "held"
+    return "abandoned" if _read_owner(path) else "released"
