@@ -211,7 +211,7 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path)
 
 
 class Recorded:
-    """In the place of a link: its samplers were asked to stop, and answer with empty rollouts."""
+    """In the place of a link: its samplers answer with empty rollouts."""
 
     def __init__(self):
         self.sent = []
@@ -225,30 +225,11 @@ class Recorded:
 
     def receive_answer(self):
         handover = pickle.dumps(Handover([], rows_done=3))
-        return pickle.dumps(Answer((handover, b""), is_stopping=True))
+        return pickle.dumps(Answer((handover, b"")))
 
 
-def make_samplers(num_steps=9, max_staleness=1, stops=None):
-    return Samplers(
-        Recorded(),
-        num_steps,
-        max_staleness,
-        old_policy_is_sampler=True,
-        request_stop=lambda: stops.append(1) if stops is not None else None,
-    )
-
-
-def test_a_stop_of_the_samplers_is_not_heard_again_after_a_resume():
-    """The rollout that was sampled ahead is in the checkpoint, the stop is not."""
-    stops = []
-    samplers = make_samplers(stops=stops)
-    samplers.collect(1)
-    state = samplers.state_dict()  # waits for the rollout of step 2
-    assert len(stops) == 2
-    resumed = make_samplers(num_steps=2, stops=stops)
-    resumed.load_state_dict(state)
-    resumed.collect(2)
-    assert len(stops) == 2 and resumed.rows_done == 3
+def make_samplers(num_steps=9, max_staleness=1):
+    return Samplers(Recorded(), num_steps, max_staleness, old_policy_is_sampler=True)
 
 
 def test_the_trainers_requests_run_ahead_and_end_with_the_run():

@@ -16,7 +16,6 @@ which have the engines.
 
 import pickle
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,6 @@ class Answer:
 
     value: Any = None
     error: str | None = None
-    is_stopping: bool = False  # a sampler was asked to stop
 
 
 class Samplers(Sampling):
@@ -60,16 +58,12 @@ class Samplers(Sampling):
         num_steps: int,
         max_staleness: int,
         old_policy_is_sampler: bool,
-        request_stop: Callable[[], None],
     ):
-        """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
-        `request_stop` ends the run after its step.
-        """
+        """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead."""
         self.link = link
         self.num_steps = num_steps
         self.max_staleness = max_staleness
         self.old_policy_is_sampler = old_policy_is_sampler
-        self.request_stop = request_stop
         self.rows_done = 0
         self.state = b""  # of the samplers after the newest rollout that has come
         self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
@@ -156,8 +150,6 @@ class Samplers(Sampling):
         RuntimeError in the samplers' words if they failed.
         """
         answer: Answer = pickle.loads(self.link.receive_answer())
-        if answer.is_stopping:
-            self.request_stop()
         if answer.error is not None:
             raise RuntimeError(answer.error)
         return answer.value
@@ -166,25 +158,15 @@ class Samplers(Sampling):
 class Serving:
     """What a sampler does for the trainers. They request a method by its name."""
 
-    def __init__(
-        self,
-        link: Link,
-        collector: Collector,
-        evaluator: Evaluator,
-        listen: Callable[[], Callable[[], bool]],
-    ):
-        """`listen` starts to listen for signals, and returns whether one has asked for a stop."""
+    def __init__(self, link: Link, collector: Collector, evaluator: Evaluator):
         self.link = link
         self.collector = collector
         self.evaluator = evaluator
         self.engine: Engine = collector.player.engine
-        self.listen = listen
-        self.is_stopping: Callable[[], bool] = lambda: False
 
     def begin(self, state: bytes) -> None:
         if state:
             self.collector.load_state_dict(pickle.loads(state))
-        self.is_stopping = self.listen()
 
     def collect(self, step: int) -> None:
         collector = self.collector
@@ -208,7 +190,7 @@ class Serving:
         self.link.flush()
 
     def _answer(self, value: Any, error: str | None = None) -> None:
-        self.link.answer(Answer(value, error, self.is_stopping()))
+        self.link.answer(Answer(value, error))
 
 
 def serve(serving: Serving) -> None:

@@ -73,7 +73,7 @@ class StopSignal:
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
             os._exit(128 + number)
         if self.requested_at is None:
-            self.request()
+            self.requested_at = time.monotonic()
             _print_once_a_node(
                 "stopping: this step will be finished and saved. A second signal ends the run at "
                 "once, and torchrun kills it after 30 s: then the same command resumes from the "
@@ -82,10 +82,6 @@ class StopSignal:
         elif time.monotonic() - self.requested_at >= SECONDS_OF_ONE_REQUEST:
             signal.signal(number, self.earlier[number])
             signal.raise_signal(number)
-
-    def request(self) -> None:
-        """Asks for a stop, as a first signal does."""
-        self.requested_at = time.monotonic()
 
     def is_requested_anywhere(self, device: torch.device) -> bool:
         """Whether any process was asked to stop. All processes must call."""

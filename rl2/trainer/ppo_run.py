@@ -123,7 +123,6 @@ class PPORun:
             num_steps,
             max_staleness=self.config.rollout.max_staleness or 1,
             old_policy_is_sampler=old_policy_is_sampler(self.config),
-            request_stop=self._request_stop,
         )
 
     def _open_saved_rollouts(self) -> SavedRollouts | None:
@@ -163,11 +162,6 @@ class PPORun:
         if isinstance(self.sampling, Samplers):
             with self.recorder.phase("wait"):
                 self.sampling.wait()
-
-    def _request_stop(self) -> None:
-        """Ends the run after this step, since a sampler was asked to stop."""
-        if self.recorder.stop_signal.requested_at is None:
-            self.recorder.stop_signal.request()
 
     def sync(self, step: int) -> None:
         """Wakes the engine with the actor's weights of `step`, and compares the first ones."""
@@ -215,17 +209,15 @@ class SamplerRun:
         setup = set_up(config, functions)
         assert setup.prompts is not None and setup.link is not None
         self.sampling = start_engine(setup, count_steps(setup.prompts, setup.folder))
-        self.stop_signal = StopSignal()
         collector, evaluator = self.sampling.collector, self.sampling.evaluator
-        self.serving = Serving(setup.link, collector, evaluator, self._listen)
-
-    def _listen(self) -> Callable[[], bool]:
-        """Lets a signal ask for a stop from here on. Returns whether one has."""
-        self.stop_signal.listen()
-        return lambda: self.stop_signal.requested_at is not None
+        self.serving = Serving(setup.link, collector, evaluator)
 
     def run(self) -> None:
-        """Serves the trainers until they close, and ends the engine and the environment."""
+        """Serves the trainers until they close, and ends the engine and the environment.
+
+        A first signal ends no sampler: the trainers, which get it too, need the rollouts ahead.
+        """
+        StopSignal().listen()
         serve(self.serving)
         self.sampling.close()
         dist.destroy_process_group()
