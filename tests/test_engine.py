@@ -16,7 +16,7 @@ from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import ENGINES, choose_engine
 from rl2.engine import linear
 from rl2.engine.base import Engine, EngineSettings, SamplingParams, check_request
-from rl2.engine.cache import DenseKVCache, PagedKVCache
+from rl2.engine.cache import DenseKVCache, KVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.select import default_max_running
@@ -136,7 +136,7 @@ def test_the_cache_of_gpus_gives_the_answers_of_the_paged_one(name, dtype, monke
     for new_cache in (LocalEngine._new_cache, lambda e: DenseKVCache(e.max_running_requests)):
         monkeypatch.setattr(LocalEngine, "_new_cache", new_cache)
         engine = make_engine(name, dtype, max_running_requests=20, deterministic=False)
-        assert type(engine.cache) is (DenseKVCache if answers else PagedKVCache)
+        assert type(engine.cache) is (DenseKVCache if answers else KVCache)
         answers.append(play(engine, prompts, **params))
         engine.close()
     tolerance, least_same = {torch.float32: (1e-4, 700), torch.bfloat16: (0.1, 200)}[dtype]

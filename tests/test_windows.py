@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from rl2.attention.kernels import _hook
 from rl2.attention.ring import PackedAttention
 from rl2.engine.base import EngineSettings
-from rl2.engine.cache import DenseKVCache, PagedKVCache
+from rl2.engine.cache import DenseKVCache, KVCache
 from rl2.engine.local import LocalEngine
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def name(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("deterministic", "kind"),
-    [(True, PagedKVCache), (False, PagedKVCache), (False, DenseKVCache)],
+    [(True, KVCache), (False, KVCache), (False, DenseKVCache)],
 )
 def test_answers_of_the_engine_have_the_logps_of_transformers(
     name, monkeypatch, deterministic, kind

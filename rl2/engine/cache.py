@@ -5,8 +5,7 @@ N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
 import math
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +48,17 @@ class PrefillAttention(PackedAttention):
         return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
 
 
-class ScoreOptions(NamedTuple):
-    """How products of queries and keys become weights, as in PackedAttention."""
+class KVCache:
+    """Keys and values of all slots, and the attention of one new token a slot over them.
 
-    scaling: float
-    sinks: Tensor | None
+    A slot has the same bits, however long the other slots are. A layer has two tensors of pages:
+    keys [N, S, G, D, P], in the layout of the fastest products, and values [N, S, G, P, D]. N grows
+    with the longest request.
+    """
 
-
-class KVCache(ABC):
-    """Keys and values of all slots, and the attention of one new token a slot over them."""
-
-    slot_dim: int  # of the tensors of a layer: which slot
-    key_dim: int  # which key, or which page
-    growth: int  # by how many of them it grows at a time
+    slot_dim = 1  # of the tensors of a layer: which slot
+    key_dim = 0  # which page, or which key
+    growth = 1  # by how many of them it grows at a time
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -76,6 +73,8 @@ class KVCache(ABC):
         device = positions.device
         self.positions = positions
         self.slots = torch.arange(len(positions), device=device)
+        self.page = positions // PAGE_SIZE_TOKENS
+        self.offset = positions % PAGE_SIZE_TOKENS
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
         self.distances = positions[:, None] - keys
@@ -107,37 +106,60 @@ class KVCache(ABC):
             keys,
             values,
             self.masks[sliding_window],
-            ScoreOptions(scaling, sinks),
+            scaling,
+            sinks,
         )
         return out.reshape(n, 1, num_heads, -1)
 
-    @abstractmethod
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the new keys and values [n, G, D]. Returns all that the n slots may see."""
+        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
+        keys[self.page, self.slots, :, :, self.offset] = key
+        values[self.page, self.slots, :, self.offset] = value
+        pages = slice(self.num_pages), slice(len(key))
+        return keys[pages], values[pages]
 
-    @abstractmethod
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        scaling: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """query [n, G, H / G, D], results of `_store` and `_mask` -> n * H * D numbers.
 
         The query heads of one key head are rows of one matrix, so no key is repeated.
         """
+        out, _ = attend_pages(query[:, :, None], keys, values, mask, scaling, sinks)
+        return out.to(values.dtype)
 
-    @abstractmethod
     def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask of the kernel. `hidden` [n, N * P]: which keys a slot does not see."""
+        return hidden[:, None]  # for one query a slot
 
-    @abstractmethod
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """Writes a prompt's keys and values into each of `slots`, from position 0."""
+        for layer, keys_and_values in kv.items():
+            length = keys_and_values[0].shape[1]
+            num_pages = ceil_div(length, PAGE_SIZE_TOKENS)
+            padding = num_pages * PAGE_SIZE_TOKENS - length
+            keys, values = self._reserve(layer, keys_and_values, num_pages)
+            for pages, new in zip((keys.mT, values), keys_and_values, strict=True):
+                padded = F.pad(new, (0, 0, 0, padding))
+                new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
+                pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
 
-    @abstractmethod
     def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
         """New keys and values of all slots. `like`: keys and values, [..., G, *, D].
 
         Masked values are multiplied by a probability of 0, so they must be finite.
         """
+        key, value = like
+        shape = (count, self.num_slots, key.shape[-3])
+        keys = key.new_zeros(*shape, key.shape[-1], PAGE_SIZE_TOKENS)
+        return [keys, value.new_zeros(*shape, PAGE_SIZE_TOKENS, value.shape[-1])]
 
     def move_slot(self, source: int, target: int) -> None:
         """Copies all keys and values of slot `source` to slot `target`."""
@@ -155,60 +177,6 @@ class KVCache(ABC):
             new = self._zeros(like, round_up(missing, self.growth))
             held[:] = [torch.cat(parts, self.key_dim) for parts in zip(held, new, strict=True)]
         return held
-
-
-class PagedKVCache(KVCache):
-    """A cache that gives a slot the same bits, however long the other slots are.
-
-    A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
-    and values [N, S, G, P, D]. N grows with the longest request.
-    """
-
-    slot_dim, key_dim, growth = 1, 0, 1
-
-    def begin_step(self, positions: Tensor, last_position: int) -> None:
-        """Also finds the page of each new token."""
-        super().begin_step(positions, last_position)
-        self.page = positions // PAGE_SIZE_TOKENS
-        self.offset = positions % PAGE_SIZE_TOKENS
-
-    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns pages, see KVCache."""
-        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
-        keys[self.page, self.slots, :, :, self.offset] = key
-        values[self.page, self.slots, :, self.offset] = value
-        pages = slice(self.num_pages), slice(len(key))
-        return keys[pages], values[pages]
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
-    ) -> Tensor:
-        """Attends page by page, see KVCache."""
-        out, _ = attend_pages(query[:, :, None], keys, values, mask, *options)
-        return out.to(values.dtype)
-
-    def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """hidden [n, 1, N * P], for one query a slot."""
-        return hidden[:, None]
-
-    def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
-        """See KVCache."""
-        for layer, keys_and_values in kv.items():
-            length = keys_and_values[0].shape[1]
-            num_pages = ceil_div(length, PAGE_SIZE_TOKENS)
-            padding = num_pages * PAGE_SIZE_TOKENS - length
-            keys, values = self._reserve(layer, keys_and_values, num_pages)
-            for pages, new in zip((keys.mT, values), keys_and_values, strict=True):
-                padded = F.pad(new, (0, 0, 0, padding))
-                new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
-                pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
-
-    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
-        """Pages, see KVCache."""
-        key, value = like
-        shape = (count, self.num_slots, key.shape[-3])
-        keys = key.new_zeros(*shape, key.shape[-1], PAGE_SIZE_TOKENS)
-        return [keys, value.new_zeros(*shape, PAGE_SIZE_TOKENS, value.shape[-1])]
 
 
 class DenseKVCache(KVCache):
@@ -229,19 +197,22 @@ class DenseKVCache(KVCache):
         return keys[:n, :, :num_keys], values[:n, :, :num_keys]
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        scaling: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attends with one kernel, see KVCache. It needs no support of grouped heads.
 
         Kernels have no sinks: models with these take plain products, with all keys as one page.
         """
-        if options.sinks is not None:
+        if sinks is not None:
             hidden = mask[:, 0].isinf()
-            out, _ = attend_pages(query[:, :, None], keys[None].mT, values[None], hidden, *options)
-            return out.to(values.dtype)
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=options.scaling
-        )
+            return super()._attend(query, keys[None].mT, values[None], hidden, scaling, sinks)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
 
     def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, [n, 1, 1, K]: -inf where a slot does not see a key."""

@@ -31,7 +31,7 @@ from rl2.engine.base import (
     max_request_tokens,
     pair_weights,
 )
-from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttention, PromptKV
+from rl2.engine.cache import DenseKVCache, KVCache, PrefillAttention, PromptKV
 from rl2.engine.linear import head_logits, pack_linear_layers, unpack_linear_layers
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.shapes import choose_shapes
@@ -322,7 +322,7 @@ class LocalEngine(Engine):
 
     def _new_cache(self) -> KVCache:
         """An empty cache."""
-        kind = PagedKVCache if self.shapes.paged else DenseKVCache
+        kind = KVCache if self.shapes.paged else DenseKVCache
         return kind(self.max_running_requests)
 
     def _new_states(self) -> SlotStates:

@@ -6,7 +6,7 @@ import torch
 from fake_cuda import fake_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl2.engine.cache import DenseKVCache, PagedKVCache
+from rl2.engine.cache import DenseKVCache, KVCache
 
 # Questions and views.
 NO_KERNELS = {"device", "view", "_unsafe_view", "select", "slice", "expand", "transpose", "permute"}
@@ -45,10 +45,10 @@ def decode(cache, device, num_layers, slots=64, position=1000):
 def test_a_layer_takes_few_kernels_and_never_waits():
     with fake_cuda() as gpu, torch.inference_mode():
         counts = {}
-        for kind in (DenseKVCache, PagedKVCache):
+        for kind in (DenseKVCache, KVCache):
             with gpu.phase() as phase:
                 names = decode(kind(64), gpu.device, num_layers=4)
             counts[kind] = sum(name not in NO_KERNELS for name in names) / 4
             assert not phase.num_waits, phase.describe_waits()
     # The writes of keys and of values, the attention, and a share of what all layers need.
-    assert counts[DenseKVCache] < 6 and counts[PagedKVCache] > 60, counts
+    assert counts[DenseKVCache] < 6 and counts[KVCache] > 60, counts
