@@ -67,12 +67,10 @@ class Attention(torch.nn.Module):
     is_causal = True
 
 
-def call_hook(module=None, mask=None, **keywords):
+def call_hook(mask=None, **keywords):
     heads = torch.randn(1, 2, 5, 8)
     attend = PackedAttention([[(5, 0)]], [], CPU)
-    out, weights = _hook(
-        module or Attention(), heads, heads, heads, mask, attend=attend, **keywords
-    )
+    out, weights = _hook(Attention(), heads, heads, heads, mask, attend=attend, **keywords)
     assert weights is None
     return out
 
@@ -89,13 +87,6 @@ def call_hook(module=None, mask=None, **keywords):
 def test_the_hook_refuses_what_it_does_not_compute(keywords, message):
     with pytest.raises(ValueError, match=f"Attention asks for {message}"):
         call_hook(**keywords)
-
-
-def test_the_hook_refuses_a_module_that_is_not_causal():
-    module = Attention()
-    module.is_causal = False
-    with pytest.raises(ValueError, match="is_causal=False"):
-        call_hook(module)
 
 
 def test_the_hook_accepts_what_is_harmless():
