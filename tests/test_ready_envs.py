@@ -283,9 +283,12 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
     warnings = preflight(env, {"data.path": rows}, max_turns)
     assert len(warnings) == (name == "countdown")  # whose answer is the target, not the reply
     right, wrong = SCRIPTS[name]
+    state = random.getstate()
     for row in (rows[index] for index in range(len(rows))):
         good, bad = (play(env, row, script(row), max_turns).reward for script in (right, wrong))
         assert good >= 1.0 and good - bad >= 0.5, (row, good, bad)
+    if name == "gem_games":  # GEM seeds Python's random numbers
+        assert random.getstate() == state, "the games run in processes of their own"
     env.close()
 
 
@@ -810,24 +813,6 @@ def test_requests_to_a_judge_are_limited(judge, judge_server):
     assert judge.time.sleeps == [0.25, 0.25]
     with pytest.raises(judge.Unavailable, match="too many requests wait"):
         judge.wait_for_start(deadline=100.6)
-
-
-def test_gem_answers_each_action_and_leaves_the_trainers_random_numbers(monkeypatch):
-    pytest.importorskip("gem", reason="pip install --no-deps gem-llm")
-    env, rows, max_turns = load_ready("gem_games", monkeypatch)
-    row, number = rows[2], number_of(rows[2])
-    right = rf"\boxed{{{number}}}"
-    state = random.getstate()
-    low = play(env, row, [rf"\boxed{{{number - 1}}}", right], max_turns)
-    high = play(env, row, [rf"\boxed{{{number + 1}}}", right], max_turns)
-    assert random.getstate() == state, "the games run in processes of their own"
-    for trajectory, hint in ((low, "higher"), (high, "lower")):
-        prompt, _, answer, _, end = (message["content"] for message in trajectory.messages)
-        assert prompt.startswith("Play this game.\nYou are playing Guess The Number.")
-        assert f"the target number is {hint} than" in answer
-        assert f"You guessed the correct number {number} in 2 turns" in end
-        assert trajectory.rewards == {"turns": 1.0}
-    env.close()
 
 
 SUMS = """
