@@ -412,7 +412,7 @@ def test_preflight_refuses_one_turn_where_a_second_one_is_needed(tmp_path, text)
             None,
             [ROW],
             1,
-            "(?s)reply '', .*got ''.*42.*got None",
+            "(?s)reply '', .*got ''.*got None",
         ),
         (
             lambda messages, answer: 1 / answer,

@@ -1,4 +1,4 @@
-"""Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine.
+"""Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine, whole runs.
 
 test_windows.py compares their answers with transformers, the admission their log-probabilities and
 gradients; test_special_models.py their layouts and exports.
@@ -9,12 +9,17 @@ import torch
 from common import (
     RECURRENT,
     check_adapter,
+    launch_runs,
+    letter_run,
     make_model,
     make_samples,
     make_tokenizer,
+    read_metrics,
+    read_untimed_metrics,
 )
 from engine_contract import check_logps, plain_logps, play
 from parity import make_batch, policy_loss, worker_config
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl2.attention.blocks import Layout
@@ -178,3 +183,30 @@ def test_slots_move_with_their_states(name):
         expected = plain_logps(plain, prompt, answer.tokens, 1.0)
         torch.testing.assert_close(torch.tensor(answer.logps), expected, rtol=0, atol=1e-4)
     engine.close()
+
+
+@pytest.mark.nightly
+@each("lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
+def test_grpo_runs_and_resumes_to_equal_bits(name, tmp_path):
+    """Three steps of two processes; the engine's log-probabilities are those of the trainer."""
+    arguments = [
+        "ppo",
+        *letter_run(tmp_path, name),
+        "trainer.max_steps=3",
+        "trainer.save_freq=2",
+    ]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    resume = [f"trainer.resume={run / 'checkpoints/step_2'}", f"trainer.save_dir={resumed}"]
+    launch_runs(2, [[*arguments, f"trainer.save_dir={run}"], [*arguments, *resume]])
+    lines = read_metrics(run)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["actor/grad_norm"] > 0
+        assert abs(line["actor/mismatch_logp_difference"]) < 1e-4
+    last_lines = [line for line in read_untimed_metrics(run) if line["step"] > 2]
+    assert read_untimed_metrics(resumed) == last_lines
+    weights = load_file(run / "model/model.safetensors")
+    resumed_weights = load_file(resumed / "model/model.safetensors")
+    assert all(weights[key].equal(resumed_weights[key]) for key in weights)
+    start = load_file(f"{name}/model.safetensors")
+    assert not all(weights[key].equal(start[key]) for key in weights)
