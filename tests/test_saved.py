@@ -18,9 +18,10 @@ from common import (
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from rl2.batch import Sample
+from rl2.batch import Sample, collate
 from rl2.config.schema import PPOConfig, dump
 from rl2.rollout.saved import COLUMNS, SavedRollouts, StartModel, hash_tokens, pack_tokens
+from rl2.rollout.stats import add_token_columns, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
 
@@ -30,6 +31,25 @@ def make_sample(tokens, trajectory):
     logps = [-0.5 * m for m in mask]
     rewards = [0.0] * (len(tokens) - 1) + [1.0]
     return Sample(tokens, mask, logps, rewards, group=0, trajectory=trajectory)
+
+
+def test_what_training_knows_of_a_token_is_kept_beside_it():
+    trajectories = [Trajectory(7, 1, []), Trajectory(4, 0, []), Trajectory(9, 1, [])]
+    trajectories[0].samples = [make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]
+    trajectories[1].samples = [make_sample([3, 2, 4], 4)]
+    saved = pack_tokens(trajectories, 123)
+    batch = collate(training_samples(trajectories))
+    batch.advantages = batch.targets.float()
+    batch.old_logps = batch.engine_logps  # another run's: they say nothing of the trainer
+    add_token_columns(saved, batch)
+    assert saved["advantages"].tolist() == (saved["tokens"] * saved["mask"]).tolist()
+    assert saved["trajectory"].tolist() == [4, 7, 7] and "trainer_logps" not in saved
+    batch.old_logps = 2 * batch.engine_logps
+    add_token_columns(saved, batch)
+    assert saved["trainer_logps"].tolist() == (2 * saved["logps"]).tolist()
+    nothing = pack_tokens([], 123)
+    add_token_columns(nothing, batch)
+    assert "advantages" not in nothing
 
 
 # Characters at which str.splitlines cuts, and which JSON does not escape.
@@ -160,6 +180,10 @@ def test_saved_tokens_are_those_of_the_transcripts(runs):
         assert reply.removesuffix("<|im_end|>") == record["messages"][-1]["content"]
         assert (logps[mask == 1] < 0).all() and (logps[mask == 0] == 0).all()
     assert not list((runs / "sampled").rglob("*.partial"))
+    # One update a step: the trainer has not scored the rollout before it.
+    assert tensors["advantages"].any() and "trainer_logps" not in tensors
+    tensors = load_file(runs / "cispo/rollouts/train/step_1.safetensors")
+    torch.testing.assert_close(tensors["trainer_logps"], tensors["logps"], rtol=0, atol=1e-4)
 
 
 def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
 from rl2.batch import Batch, Sample
@@ -185,6 +186,23 @@ def to_records(
         if trajectory.id in advantages:
             record["advantage"] = advantages[trajectory.id]
         yield record
+
+
+def add_token_columns(saved: dict[str, np.ndarray], batch: Batch) -> None:
+    """Adds `advantages` [n], and `trainer_logps` [n] where the trainer scored the rollout before
+    its update, to the n tokens of the batch's samples. They are 0 where nothing is trained.
+    """
+    lengths = torch.from_numpy(saved["length"])[:, None]
+    if not len(lengths):  # every group was filtered out
+        return
+    columns = {"advantages": batch.advantages}
+    if batch.old_logps is not batch.engine_logps:
+        columns["trainer_logps"] = batch.old_logps
+    is_token = torch.arange(batch.tokens.shape[1]) < lengths
+    for name, column in columns.items():
+        if column is not None:
+            # Columns are shifted: they are beside the token before.
+            saved[name] = pad(column * batch.mask, (1, 0))[is_token].numpy()
 
 
 def _mean_advantages(batch: Batch) -> dict[int, float]:

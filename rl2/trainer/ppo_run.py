@@ -36,7 +36,7 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
-from rl2.rollout.stats import to_records
+from rl2.rollout.stats import add_token_columns, to_records
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.signals import StopSignal
 from rl2.worker import Reference, Worker
@@ -184,6 +184,8 @@ class PPORun:
 
     def finish_step(self, step: int, result: StepResult) -> bool:
         """Evaluates, logs and saves where that is due. Returns whether to stop here."""
+        if self.tokens:
+            add_token_columns(self.tokens, result.batch)
         records = to_records(result.trajectories, result.batch)
         return self.recorder.finish_step(step, result.metrics, records, self.tokens)
 
