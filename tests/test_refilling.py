@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from common import ROOT, launch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from refilling import ScriptedGroups, make_collector
 from scripted import PARAMS, process_group  # noqa: F401
@@ -80,6 +80,7 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
     assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
 
 
+@settings(deadline=None)
 @given(
     scores=st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=12, max_size=12),
     num_ahead=st.integers(0, 3),

@@ -40,7 +40,7 @@ needs_math_verify = pytest.mark.skipif(
 def two_processes():
     """Fewer processes of math-verify, whose start takes seconds, for all tests of this file."""
     maths._pool(os.getpid()).shutdown()
-    maths._pool.cache_clear()
+    maths._pools.clear()
     earlier = math_verify_processes()  # of another file
     for process in earlier:
         process.kill()
@@ -48,7 +48,7 @@ def two_processes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maths, "MAX_PROCESSES", 2)
         yield
-    maths._pool.cache_clear()
+    maths._pools.clear()
 
 
 @pytest.mark.parametrize("text, content", CASES["last_boxed"])

@@ -265,13 +265,19 @@ def _ask_math_verify(request: str) -> bool:
     return _pool(os.getpid()).submit(_ask_process, request).result()
 
 
-@cache
+_pools: dict[int, ThreadPoolExecutor] = {}  # by the process that made them
+
+
 def _pool(pid: int) -> ThreadPoolExecutor:
     """The threads that own the processes. A fork of this process has no threads: it makes others.
 
-    A thread of the environment may be interrupted at any time, one of these may not.
+    A thread of the environment may be interrupted at any time, one of these may not. Of pools that
+    several first calls make at once one is kept; an unused one has no threads.
     """
-    return ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="math-verify")
+    pool = _pools.get(pid)
+    return pool or _pools.setdefault(
+        pid, ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="math-verify")
+    )
 
 
 _owner = threading.local()  # .process: the process of a thread of the pool
