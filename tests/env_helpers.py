@@ -15,7 +15,7 @@ ENVS = Path(__file__).resolve().parent.parent / "envs"
 
 def env_of(reward_fn, interact=None, timeout=60.0, concurrency=32) -> Env:
     """Returns the environment of these functions, which come from no file."""
-    return Env(EnvSpec({"reward_fn": reward_fn}, interact), timeout, concurrency)
+    return Env(EnvSpec(reward_fn, interact), timeout, concurrency)
 
 
 def load_text(folder, text, timeout=20.0, **options) -> Env:

@@ -420,7 +420,7 @@ def test_problems_of_data_and_env_come_in_one_round(base, tmp_path):
     (tmp_path / "test.jsonl").write_text(row * 2)
     rows, envs = read_ppo_inputs(config)
     assert [(key, len(rows[key])) for key in rows] == [("data.path", 1), ("data.test_path", 2)]
-    assert envs[""].spec.reward_fns["reward_fn"]([]) == 1
+    assert envs[""].spec.reward_fn([]) == 1
 
 
 def published_algorithms() -> list[list[str]]:

@@ -48,7 +48,7 @@ def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind
     """Endless Python code is ended with its call. C code blocks all calls until it returns."""
     env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
     before = set(threading.enumerate())
-    release = sys.modules[env.spec.reward_fns["reward_fn"].__module__].release
+    release = sys.modules[env.spec.reward_fn.__module__].release
     results = call_kinds(env, "waits", kind, "")
     assert call_kinds(env, kind) != [{"reward": 1.0}]
     for text in map(str, results):

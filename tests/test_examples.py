@@ -441,7 +441,7 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     assert questions["sft_test"] == questions["pairs_test"]
     all_questions = questions["sft_train"] + questions["pairs_train"] + questions["pairs_test"]
     assert len(set(all_questions)) == len(all_questions) == 820
-    score = load_env(str(ROOT / "envs/arithmetic.py")).spec.reward_fns["reward_fn"]
+    score = load_env(str(ROOT / "envs/arithmetic.py")).spec.reward_fn
     for sft, pair in zip(rows["sft_test"], rows["pairs_test"], strict=True):
         assert sft["messages"][-1]["content"] == pair["chosen"]
         answer = pair["chosen"].rpartition("#### ")[2]
@@ -453,7 +453,7 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
 
 
 def test_the_quickstart_rewards_a_brief_reply_with_the_answer_alone():
-    score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fns["reward_fn"]
+    score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fn
     assert score([{"content": "The largest number is 63."}], "63") == 1
     assert score([{"content": "63"}], "63") == 1
     wrong = ("59, 63", "63 beats 59", "636", "?", "The largest of the four numbers is 63.")

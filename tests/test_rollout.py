@@ -234,7 +234,7 @@ def test_a_step_that_the_filter_left_empty_has_no_ages():
 
 def module_of(env):
     """The module of the env file."""
-    return sys.modules[env.spec.reward_fns["reward_fn"].__module__]
+    return sys.modules[env.spec.reward_fn.__module__]
 
 
 WAITING_ENV = """

@@ -14,15 +14,15 @@ from transformers.utils import get_json_schema
 from rl2.env.contract import METHOD, METHODS, EnvError, check_signature
 from rl2.env.results import raising_env_error
 
-# Functions of an env file beside those that reward a trajectory.
-OTHERS = ("interact", "make_env", "group_reward_fn", "run", "play")
+# Functions of an env file.
+FUNCTIONS = ("reward_fn", "interact", "make_env", "group_reward_fn", "run", "play")
 
 
 @dataclass(frozen=True)
 class EnvSpec:
     """What an env file and its objects define; None or empty for what they do not define."""
 
-    reward_fns: Mapping[str, Callable] = field(default_factory=dict)
+    reward_fn: Callable | None = None
     interact: Callable | None = None
     group_reward_fn: Callable | None = None
     run: Callable | None = None
@@ -53,7 +53,7 @@ class EnvSpec:
 
     def reward_functions(self) -> dict[str, Callable]:
         """Returns what rewards one trajectory: the function of the file, then the methods."""
-        functions = dict(self.reward_fns)
+        functions = {} if self.reward_fn is None else {"reward_fn": self.reward_fn}
         for name in ("reward", "get_reward"):
             if name in self.methods:
                 functions[METHOD + name] = self.methods[name]
@@ -61,8 +61,8 @@ class EnvSpec:
 
     def functions(self) -> dict[str, Callable]:
         """Returns the functions of the file, by name."""
-        others = {name: getattr(self, name) for name in OTHERS}
-        return {**self.reward_fns, **{name: f for name, f in others.items() if f is not None}}
+        functions = {name: getattr(self, name) for name in FUNCTIONS}
+        return {name: function for name, function in functions.items() if function is not None}
 
     def row_functions(self) -> dict[str, Callable]:
         """Returns the functions and methods, which may ask for columns.
@@ -84,7 +84,6 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
 
     Raises ValueError when the file works with no row, also because its `make_env` fails.
     """
-    reward_fn = functions.get("reward_fn")
     make_env = functions.get("make_env")
     run = _function_with(functions, "run", "base_url")
     play = _function_with(functions, "play", "generate")
@@ -97,7 +96,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
         )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
     spec = EnvSpec(
-        reward_fns={} if reward_fn is None else {"reward_fn": reward_fn},
+        reward_fn=functions.get("reward_fn"),
         interact=functions.get("interact"),
         group_reward_fn=functions.get("group_reward_fn"),
         run=run,
