@@ -232,7 +232,7 @@ def _parse_row(row: dict, is_columnar: bool) -> dict:
             elif isinstance(value, str):
                 value = _parse_messages(value, column)
             elif is_columnar:
-                value = _drop_nulls(value)
+                value = _drop_nested_nulls(value)
         _check_unicode(column, value)
         parsed[column] = value
     return parsed
@@ -291,15 +291,15 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _drop_nulls(value: Any) -> Any:
+def _drop_nested_nulls(value: Any) -> Any:
     """The value, in which objects lose the keys whose value is null.
 
     Columnar data give each object the keys of all objects, with null for those it lacks.
     """
     if isinstance(value, list):
-        return [_drop_nulls(item) for item in value]
+        return [_drop_nested_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _drop_nested_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 

@@ -116,6 +116,7 @@ SPELLINGS = [
     (r"\(?(\d+)\)?\s*\(?(?:in)?(?:_|base)\{?\(?(\d+)\)?\}?\)?$", r"\1_{\2}"),
 ]
 
+THAT_IS = r"(?:(?:which|that) is|i\.e\.|equals|is equal to),? "
 # (pattern, replacement), applied in this order: Markdown and LaTeX become prose.
 # They differ from those above: a space stays, and a field in parentheses is its content.
 PROSE_SPELLINGS = [
@@ -137,8 +138,8 @@ PROSE_SPELLINGS = [
     (r"(\d)k(?!\w)", r"\1 thousand"),
     (r"\$?(\d+) dollars?,? (?:and )?(\d\d) cents?", r"$\1.\2"),
     (r"\$?(\d+) dollars?,? (?:and )?(\d) cents?", r"$\1.0\2"),
-    (r"\((?:(?:which|that) is|i\.e\.|equals|is equal to),? ", "("),
-    (r",? (?:(?:which|that) is|i\.e\.|equals|is equal to),? ", "= "),
+    (rf"\({THAT_IS}", "("),
+    (rf",? {THAT_IS}", "= "),
     (r"^ ?(?:negative|minus) (?=\d)", "-"),
     (r"^([^']*\d)' ?(?=\d|$)", r"\1 feet "),
     (r'^([^"]*\d)"$', r"\1 inches"),
