@@ -39,12 +39,6 @@ FILES = {
     "broken.py": "f = undefined",
     "model/config.json": "{}",
     "train.jsonl": "",
-    "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": false}',
-    "adapter/adapter_model.safetensors": "",
-    "dora/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": true}',
-    "dora/adapter_model.safetensors": "",
-    "reward/adapter_config.json": '{"peft_type": "LORA", "r": 8, "modules_to_save": ["score"]}',
-    "reward/adapter_model.safetensors": "",
     "env.py": "",
     "note.txt": "",
     "list.yaml": "- a",
@@ -73,18 +67,11 @@ def resolved(config: Any) -> Any:
     return OmegaConf.to_object(OmegaConf.structured(config))
 
 
-def find_problems(trainer: str, words: list[str]) -> tuple[list[Problem], list[Problem]]:
-    """(problems, warnings) of a command that also has the required keys."""
+def find_problems(trainer: str, words: list[str]) -> list[Problem]:
+    """The problems of a command that also has the required keys."""
     root = ROOTS[trainer]
     return check(compose(root, read_arguments(root, [*BASE[trainer], *words])))
 
 
 def problem_keys(trainer: str, *words: str) -> list[str]:
-    return [problem.key for problem in find_problems(trainer, [*words])[0]]
-
-
-def warning_keys(trainer: str, *words: str) -> list[str]:
-    """The keys that a command without problems warns of."""
-    problems, warnings = find_problems(trainer, [*words])
-    assert problems == []
-    return [warning.key for warning in warnings]
+    return [problem.key for problem in find_problems(trainer, [*words])]

@@ -1,6 +1,5 @@
 """The config: arguments, recipes, help, and every rule with a neighbour that passes."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from common import ROOT, make_model, run_main
-from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, write_files
+from configs import BASE, ROOTS, find_problems, problem_keys, write_files
 
 from rl2 import __version__
 from rl2.__main__ import main
@@ -52,13 +51,6 @@ def shown(arguments, capsys) -> str:
         parse(PPOConfig, arguments)
     assert exit_.value.code == 0
     return capsys.readouterr().out
-
-
-def check_words(*words, **options) -> tuple[list[str], list[str]]:
-    """The keys of the problems and of the warnings of these arguments alone."""
-    found = check(compose(PPOConfig, read_arguments(PPOConfig, list(words))), **options)
-    problems, warnings = ([each.key for each in part] for part in found)
-    return problems, warnings
 
 
 def read_rules() -> list[list[str]]:
@@ -103,7 +95,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(base, monkeypatch, tmp_path):
 
 
 def test_the_mistakes_of_a_recipe_have_its_name(base):
-    [[problem], _] = find_problems("ppo", ["--config-name=unknown"])
+    [problem] = find_problems("ppo", ["--config-name=unknown"])
     assert (problem.key, problem.source) == ("actor.lrr", "unknown.yaml")
 
 
@@ -111,8 +103,9 @@ def test_keys_of_another_machine_have_no_problems(base):
     """For a plan: what they name need not be here, and they may be missing."""
 
     def find_here(*words):
-        elsewhere = ("data", "rollout.env_path")
-        return check_words("actor.model_name=model", *words, elsewhere=elsewhere)[0]
+        arguments = read_arguments(PPOConfig, ["actor.model_name=model", *words])
+        found = check(compose(PPOConfig, arguments), elsewhere=("data", "rollout.env_path"))
+        return [problem.key for problem in found]
 
     assert find_here() == []
     assert find_here("data.path=no.jsonl", "data.max_length=0") == []
@@ -199,24 +192,6 @@ def test_a_sweep_may_be_of_algorithms():
 
 
 @pytest.mark.parametrize(
-    ("trained_on", "folder", "is_other"),
-    [
-        ("model", "adapter", False),
-        ("owner/model", "adapter", False),
-        ("owner/other", "adapter", True),
-        ("runs/first/model", "model/adapter", True),  # as a run exports it
-    ],
-)
-def test_adapters_of_another_base_are_warned_of(base, trained_on, folder, is_other):
-    Path("adapter").rename(folder)
-    settings = {"r": 8, "base_model_name_or_path": trained_on}
-    Path(folder, "adapter_config.json").write_text(json.dumps(settings))
-    actor, critic = f"actor.adapter={folder}", f"critic.adapter={folder}"
-    assert warning_keys("sft", actor) == ["actor.adapter"] * is_other
-    assert warning_keys("ppo", critic, "adv.estimator=gae") == ["critic.adapter"] * is_other
-
-
-@pytest.mark.parametrize(
     ("engine", "has_gpu", "samplers", "reason"),
     [
         ("local", False, 0, None),
@@ -254,7 +229,7 @@ def test_adapters_and_4_bits_are_refused_without_their_packages(base, monkeypatc
     words = ["actor.quantize_base=nf4", "actor.lora_rank=4"]
     assert problem_keys("sft", *words) == []
     versions = {"torch": "2.13.0", "peft": "0.20.0", "bitsandbytes": "0.50.2", package: None}
-    monkeypatch.setattr("rl2.config.combinations.installed_version", versions.get)
+    monkeypatch.setattr("rl2.config.rules.installed_version", versions.get)
     assert problem_keys("sft", *words) == [key]
 
 
@@ -284,7 +259,7 @@ def test_expandable_segments_are_refused_with_sglang_on_a_gpu(base, sglang_on_a_
     variable = "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
     assert problem_keys("ppo", "rollout.engine=local") == []
-    assert problem_keys("ppo", sglang_on_a_gpu) == [variable]
+    assert problem_keys("ppo", sglang_on_a_gpu) == ["rollout.engine"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert problem_keys("ppo", sglang_on_a_gpu) == []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -305,7 +280,7 @@ def test_a_machine_without_the_compilers_of_sglang_is_refused(
         (tmp_path / name).touch(mode=0o755)
     assert problem_keys("ppo", sglang_on_a_gpu) == []
     (tmp_path / missing).unlink()
-    [[problem], _] = find_problems("ppo", [sglang_on_a_gpu])
+    [problem] = find_problems("ppo", [sglang_on_a_gpu])
     name = missing.removeprefix("bin/")
     assert problem.key == "rollout.engine" and f"{name}. Set CUDA_HOME" in problem.text
 
@@ -331,7 +306,7 @@ def test_releases_of_engines_that_have_not_been_tried_are_refused(
     monkeypatch.setattr("torch.version.cuda", None)
     for version in tried + others:
         monkeypatch.setattr("rl2.config.engines.installed_version", lambda *packages, v=version: v)
-        problems, _ = find_problems("ppo", [f"rollout.engine={engine}"])
+        problems = find_problems("ppo", [f"rollout.engine={engine}"])
         assert [problem.key for problem in problems] == ["rollout.engine"] * (version in others)
         assert all(version in str(problem) for problem in problems)
 
@@ -342,10 +317,20 @@ def test_vllm_has_one_engine_a_process(base, with_vllm, monkeypatch):
     assert problem_keys("ppo", with_vllm, "rollout.tp_size=2") == ["rollout.tp_size"]
 
 
-def test_what_top_p_leaves_is_not_trained_with_vllm(base, with_vllm):
-    words = [with_vllm, "rollout.train_sampling_params.top_p=0.9"]
-    assert problem_keys("ppo", *words) == ["rollout.train_sampling_params"]
-    assert problem_keys("ppo", with_vllm, "rollout.test_sampling_params.top_p=0.9") == []
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_what_top_p_leaves_is_not_trained_with_other_engines(base, monkeypatch, engine):
+    release = {"sglang": "0.5.23", "vllm": "0.32.0"}[engine]
+    monkeypatch.setattr("rl2.config.engines.installed_version", lambda *packages: release)
+    for setting in ("top_p=0.9", "top_k=5"):
+        words = [f"rollout.train_sampling_params.{setting}"]
+        assert problem_keys("ppo", f"rollout.engine={engine}", *words) == [
+            "rollout.train_sampling_params"
+        ]
+        assert problem_keys("ppo", "rollout.engine=local", *words) == []
+    assert (
+        problem_keys("ppo", f"rollout.engine={engine}", "rollout.test_sampling_params.top_p=0.9")
+        == []
+    )
 
 
 def test_help_names_sections_or_their_keys(base, capsys):
@@ -453,10 +438,3 @@ def test_every_estimator_loss_and_average_is_explained():
     for key_name, names in tables:
         table = text.partition(f"| `{key_name}` |")[2].partition("\n\n")[0]
         assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(names)
-
-
-def test_an_engine_that_does_not_tell_what_top_k_leaves_is_named():
-    for engine, is_named in (("sglang", True), ("local", False)):
-        words = [f"rollout.engine={engine}", "rollout.train_sampling_params.top_k=5"]
-        _, keys = check_words(*BASE["ppo"], *words)
-        assert ("rollout.engine" in keys) == is_named, engine

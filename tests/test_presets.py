@@ -66,7 +66,7 @@ def test_a_preset_passes_the_checks(in_folder, name):
     sizes = ["data.prompts_per_rollout=8", "data.responses_per_prompt=4"]
     if name == "reinforce_plus_plus":
         sizes = ["data.prompts_per_rollout=8"]
-    assert find_problems("ppo", [f"algo={name}", *needed, *sizes])[0] == []
+    assert find_problems("ppo", [f"algo={name}", *needed, *sizes]) == []
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_preset_passes_the_checks(in_folder, name):
 )
 def test_what_is_written_beside_a_preset_wins(in_folder, words, problems):
     words = [*words, "data.prompts_per_rollout=8", "data.responses_per_prompt=4"]
-    found = find_problems("ppo", words)[0]
+    found = find_problems("ppo", words)
     assert len(found) == len(problems)
     assert all(text in str(problem) for text, problem in zip(problems, found, strict=True))
     config = compose_keys(*words)

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.batch import Experts, scored_spans
-from rl2.config.combinations import find_broken_rollout
+from rl2.config.rules import wrong_engine
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -264,7 +264,7 @@ def test_engines_that_tell_no_experts_are_refused_before_they_start(engine):
     config = PPOConfig()
     config.rollout.engine = engine
     for config.actor.routing_replay in (False, True):
-        broken = [key for key, _ in find_broken_rollout(config)]
+        broken = [key for key, _ in wrong_engine(config)]
         assert ("actor.routing_replay" in broken) == config.actor.routing_replay
 
 

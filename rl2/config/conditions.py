@@ -7,7 +7,11 @@ from rl2.algorithms.find import CHOICES
 from rl2.algorithms.losses import UnpairedLoss
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
-from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig
+from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_names
+
+# The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
+# 2025), and docs/proofs.md.
+LORA_LR_FACTOR = 10
 
 
 def _declared(key: str, name: str) -> Any:
@@ -179,3 +183,36 @@ def choose_exactness(config: PPOConfig) -> Exactness:
         return Exactness.OFF
     has_other_weights = config.trainer.rollouts_from or count_samplers(config)
     return Exactness.ASSUMED if has_other_weights else Exactness.TRIED
+
+
+def derive_keys(config: Config, set_keys: set[str]) -> None:
+    """Sets what follows from other keys unless it is set itself.
+
+    lr is higher with adapters, adv.norm_var follows the estimator, and actor.correction the engine.
+    """
+    for name in worker_names(config):
+        worker = getattr(config, name)
+        if worker.lora_rank and f"{name}.lr" not in set_keys:
+            worker.lr = round(LORA_LR_FACTOR * worker.lr, 12)
+    if isinstance(config, PPOConfig):
+        # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
+        is_read = "norm_var" in CHOICES["adv.estimator"].look_up(config.adv.estimator).settings
+        if is_read and config.adv.norm_var is None:
+            config.adv.norm_var = config.adv.estimator == "gae"
+        if config.actor.correction is None:
+            config.actor.correction = default_correction(config)
+
+
+def default_correction(config: PPOConfig) -> str:
+    """actor.correction where it is not set: it is on where the engine's probabilities differ.
+
+    SGLang and vLLM have kernels of their own. A mask of whole sequences, as in TRL, leaves the
+    gradient of the others unbiased. Partial rollouts continue under newer weights, where the
+    product over a long answer is far from 1; it would mask just the answers that they are for, so
+    each token is weighted instead. The embedded engine runs the trainer's own model.
+    """
+    if config.trainer.rollouts_from or corrects_mismatch(config.actor.loss):
+        return "none"
+    if config.rollout.partial:
+        return "token_tis"
+    return "none" if choose_engine(config.rollout.engine)[0] == "local" else "sequence_mask"

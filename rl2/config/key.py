@@ -38,8 +38,21 @@ class Key:
         is_reference = isinstance(self.default, str) and re.fullmatch(r"\$\{[\w.]+\}", self.default)
         return self.default[2:-1] if is_reference else ""
 
-    def broken_bounds(self, value: float) -> Iterator[str]:
-        """The bounds that the value breaks, in words that follow "it must"."""
+    def broken_bounds(self, value: Any) -> Iterator[str]:
+        """The bounds that the value breaks, in words that follow "it must".
+
+        Every item of a list or a map has to be within them. A word that a number may be has none.
+        """
+        if isinstance(value, dict | list):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from self.broken_bounds(item)
+            return
+        if isinstance(value, str):
+            if not value:
+                yield "have no empty text"
+            return
+        if value is None:  # an engine's argument may be null
+            return
         if math.isnan(value):
             yield "be a number"
             return

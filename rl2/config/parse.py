@@ -21,19 +21,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, read_arguments
+from rl2.config.conditions import derive_keys
 from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
-from rl2.config.key_rules import derive_keys
 from rl2.config.presets import KEY, NONE, has_presets, store_presets
-from rl2.config.problem import (
-    ConfigError,
-    Problem,
-    add_new_problems,
-    general_problem,
-    is_about,
-    refuse,
-    warn,
-)
+from rl2.config.problem import ConfigError, Problem, general_problem, refuse, warn
 from rl2.config.rules import validate
 from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
@@ -58,7 +50,7 @@ def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
     with status 2.
 
     `elsewhere` are sections and keys that need not fit this machine, for a job that will run on
-    another one. They may be missing and are not checked, and there are no warnings.
+    another one. They may be missing and are not checked.
     """
     arguments = read_command(root, argv)
     if arguments.options:
@@ -75,11 +67,9 @@ def read_command(root: type, argv: list[str]) -> Arguments:
 
 def accept(draft: "Draft", elsewhere: Collection[str] = ()) -> Any:
     """Returns the config of a draft. Exits if it has problems; prints its warnings."""
-    problems, warnings = check(draft, elsewhere)
-    if problems:
+    if problems := check(draft, elsewhere):
         refuse(problems)
-    if not elsewhere:
-        warn(warnings)
+    warn(draft.arguments.warnings)
     return draft.config
 
 
@@ -120,10 +110,8 @@ class Draft:
 def make_config(root: type, arguments: Arguments) -> Any:
     """What `parse` does, for arguments that Python code gives. ConfigError has the problems."""
     draft = compose(root, arguments)
-    problems, warnings = check(draft)
-    if problems:
+    if problems := check(draft):
         raise ConfigError(problems)
-    warn(warnings)
     return draft.config
 
 
@@ -188,12 +176,14 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
     return Draft(arguments, config, missing)
 
 
-def check(draft: Draft, elsewhere: Collection[str] = ()) -> tuple[list[Problem], list[Problem]]:
-    """(problems, warnings) of a draft; `parse` explains `elsewhere`."""
-    problems = [*draft.arguments.problems]
+def check(draft: Draft, elsewhere: Collection[str] = ()) -> list[Problem]:
+    """The problems of a draft; `parse` explains `elsewhere`."""
     if draft.config is None:  # there is no more to check
-        return problems, []
-    found, warnings = validate(draft.config, draft.arguments.set_keys)
-    add_new_problems(problems, [p for p in draft.missing if not is_about(p, elsewhere)])
-    problems += [problem for problem in found if not is_about(problem, elsewhere)]
-    return problems, [*draft.arguments.warnings, *warnings]
+        return draft.arguments.problems
+    problems = draft.missing + validate(draft.config, draft.arguments.set_keys)
+    return [problem for problem in problems if not is_below(problem.key, elsewhere)]
+
+
+def is_below(name: str, keys: Collection[str]) -> bool:
+    """Whether the name is one of the keys, or of a key below one of them."""
+    return any(f"{name}.".startswith(f"{key}.") for key in keys)

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from omegaconf import MISSING
 
-from rl2.config.values import show_value
 from rl2.error_report import report_error
 from rl2.parallel.rank import is_first_rank
 
@@ -33,30 +32,9 @@ class Problem:
         return f"{self.text} (in {self.source})" if self.source else self.text
 
 
-def wrong_value(key: str, value: Any, reason: str) -> Problem:
-    """The usual problem, "KEY=VALUE: reason"."""
-    return Problem(key, value, f"{key}={show_value(value)}: {reason}")
-
-
-def unfit_value(key: str, value: Any, text: str) -> Problem:
-    """The problem of a value that does not fit others, "KEY=VALUE needs OTHER: ..."."""
-    return Problem(key, value, f"{key}={show_value(value)} {text}")
-
-
 def general_problem(text: str) -> Problem:
     """A problem that belongs to no key."""
     return Problem("", MISSING, text)
-
-
-def add_new_problems(problems: list[Problem], others: Iterable[Problem]) -> None:
-    """Adds the other problems, except those of keys that already have one."""
-    known_keys = {problem.key for problem in problems}
-    problems += [problem for problem in others if problem.key not in known_keys]
-
-
-def is_about(problem: Problem, keys: Iterable[str]) -> bool:
-    """Whether the problem is about one of the keys, or about a key below one of them."""
-    return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 
 
 class ConfigError(ValueError):

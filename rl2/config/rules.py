@@ -1,100 +1,251 @@
-"""The checks of a config before a model is loaded.
+"""The checks of a config before anything is read or loaded.
 
-key_rules.py has the checks of single keys, combinations.py the tables of keys that do not fit
-together, engines.py whether the engine can run here. Here are the checks of what keys name: rows,
-models, environments. A check yields all problems that it finds, so that the user sees them at once.
+A rule yields rows: a key, and what follows KEY=VALUE in the message, which says what to do. All
+rules are asked, so that the user sees all problems at once.
 """
 
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl2.adapter_folder import read_adapter_config
-from rl2.config.combinations import (
-    Row,
-    find_broken,
-    find_broken_worker,
-    find_misleading,
-    find_unclipped,
-    find_unused,
-)
+from packaging.version import Version
+
+from rl2.algorithms.find import CHOICES
 from rl2.config.conditions import (
     compares_pairs,
+    corrects_mismatch,
     count_samplers,
+    estimator_needs,
     exact_obstacles,
+    has_full_kl,
+    has_teacher,
     loads_teacher,
     needs_critic,
+    needs_reference,
+    needs_reference_point,
+    old_policy_is_sampler,
+    policy_loss_needs,
 )
-from rl2.config.engines import choose_engine, has_gpu, installation_problems
-from rl2.config.key_rules import check_choices, check_keys, non_default_keys, without_repeats
-from rl2.config.problem import Problem, unfit_value, wrong_value
+from rl2.config.engines import choose_engine, has_gpu, installation_problems, installed_version
+from rl2.config.key import schema_keys
+from rl2.config.presets import explain_algorithm
+from rl2.config.problem import Problem
 from rl2.config.schema import (
     Config,
     DataConfig,
+    DPOConfig,
     ModelConfig,
     PPOConfig,
     WorkerConfig,
-    model_name,
     source_name,
     teacher_model,
     worker_names,
 )
-from rl2.config.values import get_value
+from rl2.config.values import declared_key, get_value, show_value
 from rl2.user_files import find_env_file
 
+Row = tuple[str, str]
+
+# Keys of which one needs to be set for a key or section to have an effect. KEY counts if it has
+# another value than its default and is not off. A name without a section is of actor and critic.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "lora_alpha": ("lora_rank",),
+    "lora_targets": ("lora_rank",),
+    "quantize_base": ("lora_rank",),
+    "min_lr_ratio": ("scheduler=linear", "scheduler=cosine"),
+    "average_constant": ("average=constant",),
+    "rollout.max_staleness": ("rollout.partial", "rollout.num_processes"),
+    "rollout.overlong_penalty": ("rollout.overlong_buffer",),
+    "kl.coef": ("kl.type=loss", "kl.type=reward"),
+    "kl.type": ("kl.coef",),
+    "kl.reward_estimator": ("kl.type=reward",),
+    "kl.loss_estimator": ("kl.type=loss",),
+    "teacher": ("teacher.model_name", "teacher.base_url"),
+    "trainer.eval_only": ("data.test_path", "data.test_ratio"),
+    "trainer.save_best": ("data.test_path", "data.test_ratio"),
+}
+# Keys that may not be set beside a key, in the same form.
+EXCLUDES: dict[str, tuple[str, ...]] = {
+    "data.test_ratio": ("data.test_path",),
+    "data.test_path": ("trainer.rollouts_from",),  # without an engine no test is sampled
+    # In 4 bits rows would be cut inside blocks, and the engine of an evaluation reads whole ones.
+    "quantize_base": ("tp_size", "trainer.eval_only"),
+    "correction_cap": ("correction=none",),
+    "kl.update_freq": ("actor.lora_rank",),  # the reference shares the actor's weights then
+    "teacher.base_url": (  # a server scores at temperature 1 among the whole vocabulary
+        "rollout.train_sampling_params.temperature",
+        "rollout.train_sampling_params.top_p",
+        "rollout.train_sampling_params.top_k",
+    ),
+    "teacher.kl": ("teacher.base_url",),
+    "rollout.partial": ("rollout.num_processes",),  # with which no step waits
+    "rollout.exact": ("rollout.num_processes", "trainer.rollouts_from"),  # of other weights
+    "trainer.deterministic": ("rollout.partial",),  # which depends on time
+    "trainer.save_best": ("trainer.eval_only", "trainer.rollouts_from"),
+}
+
+TORCH_OF_4_BITS = "2.13"  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
-def validate(config: Config, set_keys: set[str]) -> tuple[list[Problem], list[Problem]]:
-    """(problems, warnings) of a config whose keys and types are right.
-
-    `set_keys` are the keys that the user set.
-    """
-    problems = check_choices(config)
-    if problems:  # which may be why other keys seem to have no effect
+def validate(config: Config, set_keys: set[str]) -> list[Problem]:
+    """The problems of a config whose keys and types are right. The user has set `set_keys`."""
+    rows = [*wrong_choices(config)]
+    if rows:  # which may be why other keys seem to have no effect
         set_keys = set()
-    changed = non_default_keys(config, set_keys)
-    problems += check_keys(config, set_keys)
-    problems += of_rows(config, find_unused(config), changed)
-    problems += of_rows(config, find_broken(config))
-    problems += check_data(config.data)
-    warnings: list[Problem] = []
+    rows += empty_values(config, set_keys)
+    rows += wrong_values(config)
+    rows += useless_keys(config, set_keys, {key for key, _ in rows})
+    rows += wrong_data(config.data)
     for name, model in loaded_models(config).items():
-        problems += check_model_name(f"{name}.model_name", model.model_name or "")
+        rows += wrong_model(f"{name}.model_name", model.model_name or "")
         if name != "teacher":  # which lies in memory as the actor
-            problems += check_layout(name, model, count_samplers(config))
-            problems += check_lengths(config, name, model)
+            rows += wrong_layout(name, model, count_samplers(config))
+            rows += wrong_lengths(config, name, model)
         if isinstance(model, WorkerConfig):
-            problems += of_rows(config, find_broken_worker(name, model))
-            problems += check_adapter(name, model)
-            warnings += find_base_warnings(config, name, model)
+            rows += wrong_worker(name, model)
+    if isinstance(config, DPOConfig):
+        rows += wrong_dpo(config)
     if isinstance(config, PPOConfig):
-        problems += check_envs(config)
-        problems += check_engine(config)
-        if config.rollout.exact:
-            for obstacle in exact_obstacles(config):
-                problems.append(
-                    unfit_value("rollout.exact", True, f"does not hold with {obstacle}")
-                )
-        warnings += of_rows(config, find_misleading(config))
-        warnings += of_rows(config, find_unclipped(config), changed)
-    return without_repeats(config, problems), warnings
+        for rule in (wrong_envs, wrong_teacher, wrong_loss, wrong_rollout, wrong_engine):
+            rows += rule(config)
+    return [*as_problems(config, rows)]
 
 
-def of_rows(
-    config: Config, rows: Iterable[Row], changed: set[str] | None = None
-) -> Iterator[Problem]:
-    """The problems of keys that do not fit others.
+def as_problems(config: Config, rows: Iterable[Row]) -> Iterator[Problem]:
+    """The problems of the rows, but for keys that follow another one, which has the problem."""
+    known = schema_keys(type(config))
+    for name, text in rows:
+        value = get_value(config, name)
+        leader = known[name].leader if name in known else ""
+        if not leader or value != get_value(config, leader):
+            yield Problem(name, value, f"{name}={show_value(value)}{text}")
 
-    With `changed`, only of those keys; a row may be of their section then.
+
+def wrong_choices(config: Config) -> Iterator[Row]:
+    """Keys whose value is none of their choices, or names no function."""
+    for name, key in schema_keys(type(config)).items():
+        value = get_value(config, name)
+        if key.functions:
+            try:
+                CHOICES[name].check(value)
+            except ValueError as error:
+                algorithm = explain_algorithm(value)
+                hint = f"{algorithm}; or " if algorithm else ""
+                yield name, f": {hint}{error}"
+        elif key.choices:
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, str) and word not in key.choices for word in words):
+                choices = [*key.choices, "a number"] if float in key.types else key.choices
+                yield name, f": choose {', '.join(choices)}"
+
+
+def empty_values(config: Config, set_keys: set[str]) -> Iterator[Row]:
+    """Keys that the user has set to an empty text."""
+    for name in sorted(set_keys & schema_keys(type(config)).keys()):
+        if get_value(config, name) == "":
+            yield name, ": write a value, or leave the key out; is a shell variable unset?"
+
+
+def wrong_values(config: Config) -> Iterator[Row]:
+    """Values outside the range of their key. None and the default are in it."""
+    for name, key in schema_keys(type(config)).items():
+        value, default = get_value(config, name), default_value(config, name)
+        if not key.is_section and not isinstance(value, str) and value not in (None, default):
+            for bound in key.broken_bounds(value):
+                yield name, f": it must {bound}; the default is {show_value(default)}"
+
+
+def useless_keys(config: Config, set_keys: set[str], wrong: set[str]) -> Iterator[Row]:
+    """Keys that the user has set without an effect, or beside a key that excludes them.
+
+    One that has the value that it has anyway has no effect to lose: a whole config.yaml can be read
+    back.
     """
-    for start, text in rows:
-        for key in [start] if changed is None else sorted(changed):
-            if f"{key}.".startswith(f"{start}."):
-                yield unfit_value(key, get_value(config, key), text)
+    known = set(map(declared_key, set_keys)) & schema_keys(type(config)).keys()
+    for name in sorted(known - wrong):
+        value = get_value(config, name)
+        if value == default_value(config, name):
+            continue
+        if reason := explain_unused(config, name):
+            yield name, f" has no effect {reason}"
+        for other in listed(EXCLUDES, name):
+            if value and is_met(config, other):
+                other = other.partition("=")[0]
+                given = f"{other}={show_value(get_value(config, other))}"
+                yield name, f" does not go with {given}: leave one out"
+
+
+def explain_unused(config: Config, name: str) -> str:
+    """Why a key has no effect; "" if it has one."""
+    section = name.partition(".")[0]
+    for needed in (listed(NEEDS, section), listed(NEEDS, name)):
+        if needed and not any(is_met(config, need) for need in needed):
+            return f"without {' or '.join(needed)}"
+    if isinstance(config, DPOConfig) and name == "dpo.sft_coef" and not compares_pairs(config):
+        return f"with dpo.loss={config.dpo.loss}, which takes replies one by one"
+    if isinstance(config, PPOConfig):
+        estimator = config.adv.estimator
+        if section == "critic" and not needs_critic(estimator):
+            return f"with adv.estimator={estimator}, which needs no critic: set adv.estimator=gae"
+        if name == "teacher.coef" and "teacher_logps" in estimator_needs(estimator):
+            return f"with adv.estimator={estimator}, where it is the whole advantage"
+        if name == "kl.update_freq" and not needs_reference(config):
+            return "with kl.coef=0"
+        is_on_policy = config.actor.updates_per_step == 1 and not old_policy_is_sampler(config)
+        if name == "actor.skip_threshold" and is_on_policy:
+            return (
+                "with one optimizer step per rollout, where the ratio is 1: raise "
+                "actor.update_per_rollout or actor.epochs_per_rollout"
+            )
+    return explain_setting(config, name)
+
+
+def explain_setting(config: Config, name: str) -> str:
+    """Why a key that is a setting of losses or estimators has no effect, or ""."""
+    section, _, setting = name.rpartition(".")
+    for key, functions in CHOICES.items():
+        is_of_section = key.startswith(f"{section}.")
+        if not is_of_section or not any(setting in kind.settings for kind in functions.kinds):
+            continue
+        used = functions.look_up(get_value(config, key)).settings
+        is_default = (
+            setting == "clip" and "clip_high" in used and not get_value(config, "actor.clip_high")
+        )
+        if setting not in used and not is_default:
+            users = [
+                user for user, other in functions.built_in.items() if setting in other.settings
+            ]
+            return (
+                f"with {key}={get_value(config, key)}, which uses {', '.join(used) or 'no setting'}"
+                f"; {setting} is used by {', '.join(users)}"
+            )
+    return ""
+
+
+def listed(table: dict[str, tuple[str, ...]], name: str) -> list[str]:
+    """The names that NEEDS or EXCLUDES has for a key, in full."""
+    section, _, last = name.rpartition(".")
+    if name in table:
+        return [*table[name]]
+    return [need if "." in need else f"{section}.{need}" for need in table.get(last, ())]
+
+
+def is_met(config: Config, need: str) -> bool:
+    """Whether KEY has a value that is neither off nor its default, or that of KEY=VALUE."""
+    name, equals, wanted = need.partition("=")
+    if name not in schema_keys(type(config)):  # of another trainer
+        return False
+    value = get_value(config, name)
+    return value == wanted if equals else bool(value) and value != default_value(config, name)
+
+
+def default_value(config: Config, name: str) -> Any:
+    """The value that a key of the config has if it is not set."""
+    key = schema_keys(type(config))[name]
+    return get_value(config, key.leader) if key.leader else key.default
 
 
 def loaded_models(config: Config) -> dict[str, ModelConfig]:
@@ -108,53 +259,41 @@ def loaded_models(config: Config) -> dict[str, ModelConfig]:
     return models
 
 
-def check_data(data: DataConfig) -> Iterator[Problem]:
-    """Whether the rows and the chat template exist, and weights are of all sources."""
+def wrong_data(data: DataConfig) -> Iterator[Row]:
+    """Paths of rows, of a chat template and of a system prompt that name nothing."""
     for key, path in {**data.train_paths, **data.test_paths}.items():
-        yield from check_rows(key, path)
-    template = data.chat_template
+        if not isinstance(path, str):
+            yield (
+                key,
+                ": expected a path, of several files the folder that they are in, or NAME=PATH for "
+                "each of several sets",
+            )
+            continue
+        is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
+        if is_local and not Path(path).expanduser().exists():
+            hint = "; give the folder, since * is not expanded" if "*" in path else ""
+            yield key, f": no such file or folder{hint}"
+    if data.path == {}:
+        yield "data.path", ": it names no source; write data.path.NAME=PATH"
+    template, prompt = data.chat_template, data.system_prompt_file
     if template not in (None, "plain") and not Path(template).expanduser().is_file():
-        yield wrong_value("data.chat_template", template, "no such file; or choose plain")
-    prompt = data.system_prompt_file
+        yield "data.chat_template", ": no such file; or choose plain"
     if prompt is not None and not prompt.is_file():
-        yield wrong_value("data.system_prompt", prompt, "no such file")
-    if not isinstance(data.path, dict):
-        return
-    if not data.path:
-        yield wrong_value("data.path", data.path, "it names no source; write data.path.NAME=PATH")
-    if data.weights and data.weights.keys() != data.path.keys():
-        # A weight is a share among weights: what the number of rows would be there is not clear.
-        reason = f"give a weight to each source of data.path, {', '.join(data.path)}, or to none"
-        yield wrong_value("data.weights", data.weights, reason)
+        yield "data.system_prompt", ": no such file"
 
 
-def check_rows(key: str, path: Any) -> Iterator[Problem]:
-    """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
-    if not isinstance(path, str):
-        reason = (
-            "expected a path, of several files the folder that they are in, or NAME=PATH for each "
-            "of several sets"
-        )
-        yield wrong_value(key, path, reason)
-        return
-    is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
-    if is_local and not Path(path).expanduser().exists():
-        hint = "; give the folder, since * is not expanded" if "*" in path else ""
-        yield wrong_value(key, path, f"no such file or folder{hint}")
-
-
-def check_model_name(key: str, name: str) -> Iterator[Problem]:
-    """Whether the folder holds a model. A missing name is reported elsewhere."""
+def wrong_model(key: str, name: str) -> Iterator[Row]:
+    """A folder that holds no model. A missing name is reported elsewhere."""
     is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if name and Path(name).is_dir():
         if not Path(name, "config.json").exists():
-            yield wrong_value(key, name, "this folder holds no model (no config.json)")
+            yield key, ": this folder holds no model (no config.json)"
     elif is_local:
-        yield wrong_value(key, name, "no such folder; a model of the hub is owner/name")
+        yield key, ": no such folder; a model of the hub is owner/name"
 
 
-def check_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[Problem]:
-    """Whether the parallel sizes of a model divide the processes that train.
+def wrong_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[Row]:
+    """Parallel sizes of a model that do not divide the processes that train.
 
     Sequences and models are split over the processes that tensor parallelism leaves.
     `num_samplers` of the job do not train.
@@ -163,17 +302,25 @@ def check_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[P
     if num_processes < 1:
         return  # the number of samplers is wrong
     tp_size = model.tp_size
-    yield from check_divides(f"{name}.tp_size", tp_size, num_processes)
+    yield from not_divisible(f"{name}.tp_size", tp_size, num_processes)
     remark = ""
     if tp_size > 1 and num_processes % tp_size == 0:
         num_processes //= tp_size
         remark = f" that {name}.tp_size={tp_size} leaves"
-    yield from check_divides(f"{name}.sp_size", model.sp_size, num_processes, remark)
-    yield from check_divides(f"{name}.fsdp_size", model.fsdp_size, num_processes, remark)
+    yield from not_divisible(f"{name}.sp_size", model.sp_size, num_processes, remark)
+    yield from not_divisible(f"{name}.fsdp_size", model.fsdp_size, num_processes, remark)
 
 
-def check_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Problem]:
-    """Whether the longest sequences fit one micro-batch of a model.
+def not_divisible(key: str, size: int, num_processes: int, remark: str = "") -> Iterator[Row]:
+    """A size that does not divide the processes; the range is checked elsewhere."""
+    if size > 0 and num_processes % size:
+        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''}{remark}"
+        yield key, f" does not divide the {processes}: choose {', '.join(divisors)}"
+
+
+def wrong_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Row]:
+    """Micro-batches of a model that are shorter than the longest sequences.
 
     In training the two rows of a pair are together, in inference they are not.
     """
@@ -194,121 +341,191 @@ def check_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Pro
                 f"{answer}"
             )
         if tokens and 0 < tokens * model.sp_size < total:
-            text = f"is shorter than {longest} = {total}; raise it, or lower the others"
-            yield unfit_value(f"{name}.{limit}", tokens, text)
+            text = f" is shorter than {longest} = {total}; raise it, or lower the others"
+            yield f"{name}.{limit}", text
 
 
-def check_adapter(name: str, worker: WorkerConfig) -> Iterator[Problem]:
-    """Whether the adapters of the section `name` can be trained further."""
-    if not worker.adapter:
-        return
-    key = f"{name}.adapter"
-    try:
-        settings = read_adapter_config(worker.adapter)
-    except ValueError as error:
-        yield wrong_value(key, worker.adapter, str(error))
-        return
-    if name == "actor" and settings.get("modules_to_save"):
-        reason = "they are of a reward model or a critic, with its head: give critic.adapter"
-        yield wrong_value(key, worker.adapter, reason)
-    if worker.lora_rank != settings["r"]:
-        reason = f"the adapters in {worker.adapter} have rank {settings['r']}; leave the key out"
-        yield wrong_value(f"{name}.lora_rank", worker.lora_rank, reason)
+def wrong_worker(name: str, worker: WorkerConfig) -> Iterator[Row]:
+    """What is wrong in the section of a trained model."""
+    if len(worker.betas) != 2:
+        yield f"{name}.betas", " has to be two rates, as [0.9,0.999]"
+    if worker.optimizer_dir and not is_folder(worker.optimizer_dir):
+        yield f"{name}.optimizer_dir", " is no folder"
+    if worker.lora_rank > 0 and not installed_version("peft"):
+        yield f"{name}.lora_rank", " needs the package peft: pip install 'rl2[lora]'"
+    if worker.quantize_base:
+        key, release = f"{name}.quantize_base", installed_version("torch") or "0"
+        if not installed_version("bitsandbytes"):
+            yield key, " needs the package bitsandbytes: pip install 'rl2[bitsandbytes]'"
+        if Version(release) < Version(TORCH_OF_4_BITS):
+            yield key, f" needs torch {TORCH_OF_4_BITS} or later, and this is {release}"
 
 
-def find_base_warnings(config: Config, name: str, worker: WorkerConfig) -> Iterator[Problem]:
-    """Whether the adapters of the section `name` were trained on another model than its own.
-
-    One model may have a name on the hub and be in a folder, so only the last parts of the names
-    count. A run exports the merged model with the adapter in a folder below: together they would
-    apply it twice.
-    """
-    if not worker.adapter:
-        return
-    with suppress(ValueError):  # which `check_adapter` reports
-        base = read_adapter_config(worker.adapter).get("base_model_name_or_path")
-        model = model_name(config, name)
-        is_merged = Path(worker.adapter).resolve().parent == Path(model).resolve()
-        if base and base != model and (is_merged or Path(base).name != Path(model).name):
-            merged = ", which has them merged in if a run has exported it" if is_merged else ""
-            reason = (
-                f"these adapters were trained on {base}, and the base here is {model}{merged}; "
-                f"give their base as {name}.model_name, or leave {name}.adapter out"
-            )
-            yield wrong_value(f"{name}.adapter", worker.adapter, reason)
-
-
-def check_engine(config: PPOConfig) -> Iterator[Problem]:
-    """Whether the engine can run here, on as many processes as it is given.
-
-    No engine spans two nodes, or processes that train and that sample.
-    """
-    rollout = config.rollout
-    engine = choose_engine(rollout.engine)[0]
-    for reason in installation_problems(engine):
-        yield wrong_value("rollout.engine", rollout.engine, reason)
-    params, tp_size = rollout.train_sampling_params, rollout.tp_size
-    is_cut = params.top_p < 1 or params.top_k != -1
-    if engine == "vllm" and is_cut and not config.trainer.eval_only:
-        reason = (
-            "vLLM does not tell which tokens top_p and top_k leave, so what it samples could not "
-            "be trained: set top_p=1 and top_k=-1, or rollout.engine=local"
+def wrong_dpo(config: DPOConfig) -> Iterator[Row]:
+    if config.data.batch_size == 1 and needs_reference_point(config.dpo.loss):
+        yield (
+            "data.batch_size",
+            f" is too small for dpo.loss={config.dpo.loss}, which compares prompts with replies to "
+            "other prompts of the step: take 2 rows or more",
         )
-        yield wrong_value("rollout.train_sampling_params", params, reason)
-    if engine == "vllm" and tp_size > 1:
-        reason = "vLLM has one engine a process here: set 1, or rollout.engine=sglang"
-        yield wrong_value("rollout.tp_size", tp_size, reason)
-    if engine == "local":
-        return
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = os.environ.get(name, "")
-        if has_gpu() and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
-            reason = (
-                f"{engine} cannot give its memory to the trainer with expandable_segments; take it "
-                "out of the variable, or set rollout.engine=local"
-            )
-            yield wrong_value(name, value, reason)
-    num_samplers = count_samplers(config)
-    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not 0 < num_samplers <= processes_per_node:  # else all engines are on the last node
-        yield from check_divides("rollout.tp_size", tp_size, processes_per_node, " of a node")
-    if num_samplers:
-        remark = " of rollout.num_processes"
-        yield from check_divides("rollout.tp_size", tp_size, num_samplers, remark)
 
 
-def check_divides(key: str, size: int, num_processes: int, remark: str = "") -> Iterator[Problem]:
-    """The problem of a size that does not divide the processes; the range is checked elsewhere."""
-    if size > 0 and num_processes % size:
-        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
-        processes = f"{num_processes} process{'es' if num_processes > 1 else ''}{remark}"
-        text = f"does not divide the {processes}: choose {', '.join(divisors)}"
-        yield unfit_value(key, size, text)
-
-
-def check_envs(config: PPOConfig) -> Iterator[Problem]:
-    """Whether there are the env files; if they have names, whether those are of all sources."""
-    env_path = config.rollout.env_path
+def wrong_envs(config: PPOConfig) -> Iterator[Row]:
+    """Env files that are missing or no Python; names of envs that are not those of all sources."""
     for key, path in config.rollout.env_paths.items():
         if not isinstance(path, str):
-            yield wrong_value(key, path, "expected a path or the name of a ready-made env")
+            yield key, ": expected a path or the name of a ready-made env"
             continue
         try:
-            if path and find_env_file(path).suffix != ".py":  # a missing one is reported elsewhere
-                yield wrong_value(key, path, "this is not a Python file (.py)")
+            if path and find_env_file(path).suffix != ".py":  # a missing key is reported elsewhere
+                yield key, ": this is not a Python file (.py)"
         except ValueError as error:
-            yield Problem(key, path, str(error))
-    if not isinstance(env_path, dict):
-        return
-    data = config.data
+            yield key, f": {error}"
+    env_path, data = config.rollout.env_path, config.data
     paths = {**data.train_paths, **data.test_paths}
     sources = {source_name(key) for key, path in paths.items() if path}
-    if env_path.keys() != sources:
-        reason = (
-            "give an env to each source of data.path and data.test_path, as "
+    if isinstance(env_path, dict) and env_path.keys() != sources:
+        text = (
+            ": give an env to each source of data.path and data.test_path, as "
             "rollout.env_path.NAME=PATH, or one to all of them; they are "
             f"{', '.join(sorted(filter(None, sources))) or 'none'}"
         )
         if "" in sources:
-            reason += "; name the other with data.path.NAME=PATH or data.test_path.NAME=PATH"
-        yield wrong_value("rollout.env_path", env_path, reason)
+            text += "; name the other with data.path.NAME=PATH or data.test_path.NAME=PATH"
+        yield "rollout.env_path", text
+
+
+def wrong_teacher(config: PPOConfig) -> Iterator[Row]:
+    """What is wrong in distillation."""
+    estimator, teacher = config.adv.estimator, config.teacher
+    needs_teacher = "teacher_logps" in estimator_needs(estimator)
+    if needs_teacher and not has_teacher(config):
+        yield "adv.estimator", " needs a teacher: teacher.model_name or teacher.base_url"
+    if teacher.base_url and not teacher.base_url.startswith(("http://", "https://")):
+        yield "teacher.base_url", " must begin with http:// or https://"
+    if has_full_kl(config) and needs_teacher and estimator != "distillation":
+        yield (
+            "teacher.kl",
+            f" excludes adv.estimator={estimator}, which reads the teacher's log-probabilities of "
+            "the sampled tokens",
+        )
+
+
+def wrong_loss(config: PPOConfig) -> Iterator[Row]:
+    """What is wrong in the losses, the advantages and the sizes of updates."""
+    actor, data, kl = config.actor, config.data, config.kl
+    estimator, needs = config.adv.estimator, estimator_needs(config.adv.estimator)
+    if data.responses_per_prompt == 1 and "group" in needs:
+        yield (
+            "data.responses_per_prompt",
+            f" leaves adv.estimator={estimator} no group to compare with, and all advantages 0; "
+            "sample 2 or more, or use adv.estimator=reinforce_plus_plus or gae",
+        )
+    num_trajectories = data.prompts_per_rollout * data.responses_per_prompt
+    for name, worker in (("actor", actor), ("critic", config.critic)):
+        if 0 < num_trajectories < worker.update_per_rollout:
+            text = f" is more than the {num_trajectories} trajectories of a step: lower it"
+            yield f"{name}.update_per_rollout", text
+    if kl.type == "reward" and "rewards" not in needs:
+        yield (
+            "kl.type",
+            f" has no effect with adv.estimator={estimator}, which takes no rewards: choose "
+            "kl.type=loss",
+        )
+    if kl.type == "loss" and kl.loss_estimator == "k1" and actor.updates_per_step == 1:
+        yield "kl.loss_estimator", " has no gradient on average in a loss: choose k2 or k3"
+    if actor.correction != "none" and corrects_mismatch(actor.loss):
+        yield (
+            "actor.correction",
+            f" has no place with actor.loss={actor.loss}, whose ratio is that to the engine's "
+            "probabilities already: leave it out",
+        )
+    if actor.average == "constant" and actor.average_constant is None:
+        longest = config.rollout.train_sampling_params.max_new_tokens
+        yield (
+            "actor.average",
+            " needs actor.average_constant, the length that it divides by: Dr. GRPO takes that of "
+            f"the longest answer, here actor.average_constant={longest}",
+        )
+
+
+def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
+    """What is wrong in what is sampled, or read in its place."""
+    rollout, saved = config.rollout, config.trainer.rollouts_from
+    if saved and not is_folder(saved):
+        yield "trainer.rollouts_from", " is no folder"
+    if saved and "ages" in policy_loss_needs(config.actor.loss):
+        yield (
+            "trainer.rollouts_from",
+            f" excludes actor.loss={config.actor.loss}, which needs `ages` of tokens in updates: "
+            "the weights of another run have no such age",
+        )
+    if (bounds := rollout.filter) and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        yield "rollout.filter", " has to be a low and a high mean reward, as [0,1]"
+    longest = rollout.train_sampling_params.max_new_tokens
+    if rollout.overlong_buffer and rollout.overlong_buffer > longest:
+        text = f" is more than rollout.train_sampling_params.max_new_tokens={longest}: lower it"
+        yield "rollout.overlong_buffer", text
+    if config.data.responses_per_test_prompt > 1 and rollout.test_sampling_params.temperature == 0:
+        yield (
+            "data.responses_per_test_prompt",
+            " gives equal answers with rollout.test_sampling_params.temperature=0: set one, e.g. 1",
+        )
+    if rollout.exact:
+        for obstacle in exact_obstacles(config):
+            yield "rollout.exact", f" does not hold with {obstacle}"
+
+
+def wrong_engine(config: PPOConfig) -> Iterator[Row]:
+    """An engine that cannot run here, or not on as many processes as it is given.
+
+    No engine spans two nodes, or processes that train and that sample.
+    """
+    rollout, num_samplers = config.rollout, count_samplers(config)
+    if num_samplers >= int(os.environ.get("WORLD_SIZE", "1")):
+        yield (
+            "rollout.num_processes",
+            " leaves no process of the job that trains: start it with torchrun --nproc_per_node="
+            f"{num_samplers + 1} or more, or set 0",
+        )
+    engine = choose_engine(rollout.engine)[0]
+    if config.actor.routing_replay and not (
+        engine == "local" or (engine == "sglang" and has_gpu())
+    ):
+        yield (
+            "actor.routing_replay",
+            f" needs to know which experts the engine chose, and {engine} does not tell: leave it "
+            "out, or set rollout.engine=local",
+        )
+    if engine == "local":
+        return
+    for reason in installation_problems(engine):
+        yield "rollout.engine", f": {reason}"
+    params, tp_size = rollout.train_sampling_params, rollout.tp_size
+    if (params.top_p < 1 or params.top_k != -1) and not config.trainer.eval_only:
+        yield (
+            "rollout.train_sampling_params",
+            f": {engine} does not tell which tokens top_p and top_k leave, so what it samples "
+            "could not be trained: set top_p=1 and top_k=-1, or rollout.engine=local",
+        )
+    if engine == "vllm" and tp_size > 1:
+        text = ": vLLM has one engine a process here: set 1, or rollout.engine=sglang"
+        yield "rollout.tp_size", text
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        setting = os.environ.get(name, "")
+        if has_gpu() and re.search(r"expandable_segments\s*:\s*true", setting, re.IGNORECASE):
+            yield (
+                "rollout.engine",
+                f": {engine} cannot give its memory to the trainer with expandable_segments: take "
+                f"it out of the environment variable {name}={setting}, or set rollout.engine=local",
+            )
+    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 < num_samplers <= processes_per_node:  # else all engines are on the last node
+        yield from not_divisible("rollout.tp_size", tp_size, processes_per_node, " of a node")
+    if num_samplers:
+        remark = " of rollout.num_processes"
+        yield from not_divisible("rollout.tp_size", tp_size, num_samplers, remark)
+
+
+def is_folder(path: str) -> bool:
+    return Path(path).is_dir()

@@ -2,7 +2,7 @@
 
 `key` (in key.py) declares a key with its default, its help, its range and its choices. A type such
 as PositiveInt has the range that it says. Hydra composes the config from these classes, `help.py`
-prints the help, combinations.py has what keys need and exclude, and `rules.py` checks the rest.
+prints the help, and `rules.py` has what keys need and exclude.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
