@@ -105,7 +105,7 @@ TOPICS = [
         r"actor\.(\w+_size|max_\w+_per_device|gradient_checkpointing|compile|share_prompts"
         r"|offload_\w+)",
     ),
-    Topic("LoRA", r"actor\.(lora_.*|adapter|quantize_base)|rollout\.lora"),
+    Topic("LoRA", r"actor\.(lora_.*|quantize_base)|rollout\.lora"),
     Topic(
         "Optimizer",
         r"(actor|critic)\.(optimizer|lr|weight_decay|betas|max_grad_norm|warmup_ratio|scheduler|min_lr_ratio"

@@ -268,7 +268,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
 
 def _choose_adapters(config: PPOConfig) -> ActorConfig | None:
     """Whose adapters the engine applies. The first rank prints why it applies no adapters."""
-    if not config.actor.lora_rank or (config.trainer.eval_only and not config.actor.adapter):
+    if not config.actor.lora_rank or config.trainer.eval_only:
         return None  # new adapters change nothing before they are trained
     obstacle = adapter_obstacle(config)
     if obstacle is None:

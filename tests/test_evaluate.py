@@ -6,11 +6,8 @@ from math import isnan, sqrt
 from statistics import fmean, stdev
 
 import pytest
-import torch
 from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
-from peft import LoraConfig, get_peft_model
 from scripted import PARAMS, make
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
@@ -223,31 +220,3 @@ def test_a_run_that_only_evaluates(setup, tmp_path):
         assert f"test/{name}/pass@2" in metrics
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/checkpoints").exists()
     assert "avg@2_stderr" in done.stdout
-
-
-def test_an_evaluation_of_adapters(setup, tmp_path):
-    """The greedy answers are those of the merged model."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    for name, parameter in model.named_parameters():
-        if ".lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained("adapter")
-    model.merge_and_unload().save_pretrained("merged")
-    AutoTokenizer.from_pretrained("model").save_pretrained("merged")
-    words = [*EVALUATION, "rollout.train_sampling_params.max_new_tokens=8"]
-    words += ["trainer.disable_wandb=true", "actor.dtype=float32"]
-    variants = {
-        "base": [],
-        "adapters": ["actor.adapter=adapter"],
-        "merged": ["actor.model_name=merged"],
-    }
-    runs = [["ppo", *setup, *words, *v, f"trainer.save_dir={k}"] for k, v in variants.items()]
-    done = launch_runs(1, runs)
-    assert "adapters are merged" not in done.stdout
-    answers = {}
-    for key in variants:
-        records = read_jsonl(tmp_path / key / "rollouts/test_a/step_0.jsonl")
-        answers[key] = [record["messages"][-1]["content"] for record in records]
-    assert answers["adapters"] == answers["merged"] != answers["base"]

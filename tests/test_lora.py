@@ -9,7 +9,7 @@ import torch
 from common import make_critic, make_model
 from engine_contract import check_logps, play
 from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.engine.base import EngineSettings
@@ -75,8 +75,7 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
-def test_a_critic_trains_its_head_beside_the_adapters(make, tmp_path):
-    """Its export is trained further."""
+def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
     assert (
         sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
@@ -88,10 +87,6 @@ def test_a_critic_trains_its_head_beside_the_adapters(make, tmp_path):
         worker.update(batch, value_loss)
     for key, weight in worker.iter_full_weights(torch.float32):
         assert torch.equal(weight, before[key]) == ("embed" in key or "norm" in key), key
-    tokenizer = AutoTokenizer.from_pretrained(worker.config.model_name.removesuffix("-critic"))
-    worker.export(str(tmp_path / "export"), tokenizer)
-    again = make(critic=True, adapter=str(tmp_path / "export/adapter"))
-    assert torch.equal(again.infer(batch).values, worker.infer(batch).values)
 
 
 def test_a_target_that_is_not_there_is_told(make):
@@ -104,41 +99,22 @@ def test_a_target_that_is_not_there_is_told(make):
     assert len(worker.trained_parameters) == 2 * 3
 
 
-def save_with_peft(folder, model_name, **settings):
-    """Adapters that change the model, as peft saves them. Returns the model of peft."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
-    config = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)
-    model = get_peft_model(model, config)
-    for key, parameter in model.named_parameters():
-        if ".lora_B" in key:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
-    return model.eval()
-
-
-FOREIGN = [
-    {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]},
-    {"r": 4, "target_modules": "all-linear", "use_rslora": True},
-    # As Unsloth writes it, and with other ranks and scales in single layers.
-    {
-        "r": 2,
-        "target_modules": r"model\.layers\.1\.(?:self_attn|mlp)\.(?:v|o|up)_proj",
-        "rank_pattern": {"o_proj": 5},
-        "alpha_pattern": {"up_proj": 3},
-    },
-]
-
-
-@pytest.mark.parametrize("settings", FOREIGN, ids=["layers", "all-linear", "patterns"])
-def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
-    """The start, the reference and the engine have them; the export is what peft has after the same
-    update, and the engine takes it too.
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora_alpha": 12.0, "lora_targets": ["q_proj", "down_proj"]}],
+    ids=["all", "layers"],
+)
+def test_updates_are_those_of_peft(make, tmp_path, settings):
+    """peft starts from the adapters that are exported before the first update. After the same two
+    updates, of which the second trains A too, it scores the same, also what the engine samples.
     """
     batch = make_batch()
-    name = make(num_updates=0).config.model_name
-    model = save_with_peft(tmp_path / "adapter", name, **settings)
-    worker = make(adapter=str(tmp_path / "adapter"), lora_rank=settings["r"])
+    worker = make(**settings)
+    name = worker.config.model_name
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    worker.export(str(tmp_path / "start"), tokenizer)
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "start/adapter", is_trainable=True).eval()
 
     def scores_of_peft():
         log_p = model(batch.inputs).logits.log_softmax(-1)
@@ -146,60 +122,42 @@ def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
         entropy = -(log_p.exp() * log_p).sum(-1) * batch.mask
         return TokenScores(logps=logps, entropy=entropy)
 
-    engine = make_engine(worker)
-    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
-    prompts = [[5, 6, 7], [8] * 40]
-    check_logps(play(engine, prompts, max_new_tokens=8), prompts, model, 1.0)
     with torch.no_grad():
         start = scores_of_peft().logps
-        assert (start - make(num_updates=0).infer(batch).logps).abs().max() > 0.1
     torch.testing.assert_close(worker.infer(batch).logps, start, rtol=0, atol=2e-5)
-    reference = worker.reference()
-    expected = reference.infer(batch).logps
-    assert torch.equal(expected, worker.infer(batch).logps)
     trained = [p for key, p in model.named_parameters() if ".lora_" in key]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    worker.update(batch, policy_loss, with_entropy=True)
-    policy_loss(batch, scores_of_peft())[0].backward()
-    torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
-    optimizer.step()
-    with torch.no_grad():
-        after = scores_of_peft().logps
-    torch.testing.assert_close(worker.infer(batch).logps, after, rtol=0, atol=1e-3)
+    engine = make_engine(worker)
+    prompts = [[5, 6, 7], [8] * 40]
+    answers = []
+    for version in (1, 2):
+        worker.update(batch, policy_loss, with_entropy=True)
+        optimizer.zero_grad()
+        policy_loss(batch, scores_of_peft())[0].backward()
+        torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            after = scores_of_peft().logps
+        torch.testing.assert_close(worker.infer(batch).logps, after, rtol=0, atol=1e-3)
+        engine.load_weights(worker.iter_trained_weights(worker.dtype), version)
+        answers.append(play(engine, prompts, max_new_tokens=8))
+        engine.sleep()
+        engine.wake()
     assert (after - start).abs().max() > 0.05
-    assert torch.equal(reference.infer(batch).logps, expected)
-    worker.export(str(tmp_path / "export"), AutoTokenizer.from_pretrained(name))
+    worker.export(str(tmp_path / "export"), tokenizer)
     base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     exported = PeftModel.from_pretrained(base, tmp_path / "export/adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     with torch.no_grad():
         logits = exported(batch.inputs).logits
         torch.testing.assert_close(merged(batch.inputs).logits, logits, rtol=0, atol=2e-5)
-    again = make(adapter=str(tmp_path / "export/adapter"), lora_rank=settings["r"])
-    assert torch.equal(again.infer(batch).logps, worker.infer(batch).logps)
-    answers = play(engine, prompts, max_new_tokens=8)
-    engine.sleep()
-    engine.wake()
-    engine.load_weights(worker.iter_trained_weights(worker.dtype), 1)
-    trained_answers = play(engine, prompts, max_new_tokens=8)  # no key of a prompt is an old one
-    check_logps(trained_answers, prompts, exported, 1.0)
-    assert [out.logps for out in answers] != [out.logps for out in trained_answers]
+    check_logps(answers[1], prompts, exported, 1.0)  # no key of a prompt is an old one
+    assert [out.logps for out in answers[0]] != [out.logps for out in answers[1]]
     engine.close()
 
 
-def test_adapters_that_do_not_fit_are_told(make, tmp_path):
-    name = make(num_updates=0).config.model_name
-    save_with_peft(tmp_path / "head", name, r=2, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match="adapts lm_head, which is no linear layer of the body"):
-        make(adapter=str(tmp_path / "head"))
-    other = make_model(tmp_path / "other", hidden_size=96)
-    save_with_peft(tmp_path / "wide", other, r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="q_proj.lora_A.* made for another one"):
-        make(adapter=str(tmp_path / "wide"))
-
-
 def make_engine(worker, **changes):
-    """An engine that applies the worker's adapters. Their values are to come if they are new."""
+    """An engine that applies the worker's adapters. Their values are to come."""
     settings = {"adapters": worker.config, **changes}
     name = worker.config.model_name
     return LocalEngine(EngineSettings(name, worker.dtype, torch.device("cpu"), **settings))

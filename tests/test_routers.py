@@ -77,11 +77,6 @@ def test_routers_get_no_adapters(tmp_path, device):
         adapted[freezes] = sum(hasattr(module, "lora_A") for module in routers)
         assert any(".lora_" in key for key in worker.trained_parameters)
     assert adapted == {False: 2, True: 0}
-    worker, _, _ = update(name, device, lora_rank=2, lora_targets=["q_proj", "wg"])
-    worker.export(str(tmp_path / "export"), make_tokenizer())
-    folder = f"{tmp_path}/export/adapter"
-    with pytest.raises(ValueError, match=r"freeze_router=true: the adapters in .* adapt a router"):
-        update(name, device, lora_rank=2, adapter=folder, freeze_router=True)
 
 
 def test_a_model_without_experts_is_told(tmp_path, device):

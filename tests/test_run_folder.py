@@ -477,6 +477,15 @@ def test_edited_prompts_and_one_of_several_envs_are_named(tmp_path, monkeypatch)
         (tmp_path / name).write_text("before")
 
 
+def test_adapters_that_an_earlier_version_trained_further_are_not_gone_unnoticed():
+    config = PPOConfig()
+    before, now = identify(config, ""), identify(config, "")
+    for adapter, is_other in ((None, False), ("folder", True)):
+        before.config["actor.adapter"] = adapter
+        experiment, others = find_changes(before, now)
+        assert list(experiment) == ["actor.adapter"] * is_other and not others
+
+
 # What SFT and DPO wrote into config.yaml when they could play test prompts, for a run without any.
 OLD_SECTION = """\
 rollout:

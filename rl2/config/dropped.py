@@ -36,6 +36,7 @@ DROPPED = {
     "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
     "sft rollout.*": EVALUATE,
     "dpo rollout.*": EVALUATE,
+    "adapter": "model_name=RUN/model, which has the adapters merged in (peft: merge_and_unload)",
     "rollout.lora": "rl2 as it is: the embedded engine applies adapters where it can",
     "report_freq": "rl2 report RUN, also while it runs",
     "gradient_checkpointing=auto": "true, or a number of layers that fits by rl2 plan",

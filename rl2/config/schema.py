@@ -189,9 +189,6 @@ class WorkerConfig(ModelConfig):
     lora_targets: list[str] = key(
         [], "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all"
     )
-    adapter: str | None = key(
-        None, "folder of LoRA adapters to train further, as peft and exports of rl2 write it"
-    )
     quantize_base: str | None = key(
         None, "nf4: store the frozen linear layers in 4 bits (QLoRA)", choices=("nf4",)
     )

@@ -62,8 +62,8 @@ class EngineSettings:
     """
     adapters: WorkerConfig | None = None
     """the actor whose adapters the engine puts beside the weights of `model_name`, and applies;
-    None: the trainer sends merged weights. Values of new adapters have to be loaded before the
-    first `generate`"""
+    None: the trainer sends merged weights. Values of adapters have to be loaded before the first
+    `generate`"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float = 0.6
@@ -97,7 +97,7 @@ class Engine(Protocol):
     """requests that this engine decodes at a time"""
     version: int | None
     """of the weights, 0 at the start; None: a load failed, and a complete one has to follow, or
-    new adapters have no values yet"""
+    adapters have no values yet"""
     loop: asyncio.AbstractEventLoop
     """runs `generate`; the caller runs it, one rollout at a time"""
 

@@ -162,8 +162,7 @@ class LocalEngine(Engine):
         self.logit_cap = logit_cap(self.model.config)
         self.max_length = max_request_tokens(self.model.config)
         self.loop = asyncio.new_event_loop()
-        has_new_adapters = self.adapters is not None and self.adapters.adapter is None
-        self.version: int | None = None if has_new_adapters else 0
+        self.version: int | None = 0 if self.adapters is None else None
         self.waiting: deque[_Request] = deque()
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait

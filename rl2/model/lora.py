@@ -8,23 +8,20 @@ names tensor.py and nf4.py know a part, other files nothing. An engine with the 
 same names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from rl2.adapter_folder import WEIGHTS
 from rl2.config.schema import WorkerConfig
 from rl2.model import nf4
 from rl2.model.attachment import Attachment, ModelSettings, Read
@@ -35,12 +32,13 @@ from rl2.progress import track
 ADAPTER = "default"  # peft's name of the only adapter
 BASE = ".base_layer."  # in the names of the weights that have an adapter beside them
 PREFIX = "base_model.model."  # of names in its files, which leave the adapter's name out
+WEIGHTS = "adapter_model.safetensors"  # of its files
 # peft refuses adapters of out_proj in models of these types.
 NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
 class Adapters(Attachment):
-    """The adapters of a model with lora_rank above 0, new ones or those of a folder.
+    """The adapters of a model with lora_rank above 0.
 
     They are all that is trained, beside a critic's head. With quantize_base the linear layers of
     the base are in 4 bits.
@@ -50,7 +48,6 @@ class Adapters(Attachment):
         self.config = config
         self.quantized = {f"{layer}.weight" for layer in nf4.nf4_layers(hf)}
         self.uncounted_weights = nf4.uncounted_weights(hf)
-        self.start: list[Tensor] = []  # of adapters that are trained further
 
     @classmethod
     def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Adapters | None":
@@ -63,7 +60,6 @@ class Adapters(Attachment):
 
     def after_read(self, hf: PreTrainedModel) -> None:
         inject(hf, self.config)
-        _read_weights(hf, self.config)
         if self.quantized:
             print(
                 f"{self.config.model_name}: {len(self.quantized)} linear layers of the base are "
@@ -76,26 +72,24 @@ class Adapters(Attachment):
 
     def after_shard(self, model: Any) -> None:
         model.iter_weights = partial(merged, model.hf)
-        if self.config.adapter:
-            start = [local_shard(parameter).detach().clone() for parameter in _adapters(model.hf)]
-            self.start = [x.cpu() if self.config.offload_model else x for x in start]
 
     @contextmanager
     def at_start(self, model: Any, memory: WeightMemory) -> Iterator[None]:
-        """The adapters have the values of the folder; of new ones B is 0."""
+        """B is 0."""
         # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in
         # the first forward pass which parameters are trained.
-        parameters = _adapters(model.hf)
-        if not self.start:
-            parameters = [x.lora_B[ADAPTER].weight for x in _adapted_layers(model.hf).values()]
-        states = [local_shard(memory.state(parameter)) for parameter in parameters]
+        layers = _adapted_layers(model.hf).values()
+        states = [local_shard(memory.state(layer.lora_B[ADAPTER].weight)) for layer in layers]
         trained = [state.clone() for state in states]
-        starts = self.start or [torch.zeros_like(state) for state in states]
-        _copy_all(states, starts)
+        with torch.no_grad():
+            for state in states:
+                state.zero_()
         try:
             yield
         finally:
-            _copy_all(states, trained)
+            with torch.no_grad():
+                for state, value in zip(states, trained, strict=True):
+                    state.copy_(value)
 
     def save(self, model: Any, folder: str, read: Read) -> None:
         """Writes what is trained as FOLDER/adapter for `peft.PeftModel.from_pretrained(model,
@@ -122,26 +116,15 @@ class Adapters(Attachment):
         save_file(full, f"{folder}/adapter/{WEIGHTS}", metadata={"format": "pt"})
 
 
-@torch.no_grad()
-def _copy_all(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for state, value in zip(states, values, strict=True):
-        state.copy_(value)
-
-
-def _adapters(hf: PreTrainedModel) -> list[nn.Parameter]:
-    return [parameter for name, parameter in hf.named_parameters() if is_adapter(name)]
-
-
 def inject(hf: PreTrainedModel, config: WorkerConfig) -> None:
     """Puts adapters beside linear layers of the body of `hf` and freezes all but a critic's head.
 
     What is trained becomes fp32; what is frozen stays in its dtype. ValueError for a target that
-    names no layer, and for adapters of a folder that do not fit the model.
+    names no layer.
     """
     from peft import inject_adapter_in_model
 
-    make_config = _new_config if config.adapter is None else _read_config
-    inject_adapter_in_model(make_config(hf, config), hf.base_model)
+    inject_adapter_in_model(_make_config(hf, config), hf.base_model)
     for name, parameter in hf.named_parameters():
         is_trained = is_adapter(name) or name.startswith("score.")
         parameter.requires_grad_(is_trained)
@@ -152,14 +135,12 @@ def inject(hf: PreTrainedModel, config: WorkerConfig) -> None:
 def inject_for_engine(hf: PreTrainedModel, config: WorkerConfig, dtype: torch.dtype) -> None:
     """Puts the adapters of `inject`, in `dtype`, into the model of an engine.
 
-    Those of config.adapter have their values. New ones have noise, also B, so that trials of
-    kernels mean something; the trainer has their values.
+    They are noise, also B, so that trials of kernels mean something; the trainer has their values.
     """
     with torch.random.fork_rng(devices=[]):  # the trainer's numbers stay the same
         inject(hf, config)
         for layer in _adapted_layers(hf).values():
             nn.init.normal_(layer.lora_B[ADAPTER].weight)
-    _read_weights(hf, config)
     for name, parameter in hf.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
@@ -170,7 +151,7 @@ def base_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def _new_config(hf: PreTrainedModel, config: WorkerConfig) -> Any:
+def _make_config(hf: PreTrainedModel, config: WorkerConfig) -> Any:
     from peft import LoraConfig
 
     linear_names, excluded_names = _linear_layers(hf, not config.freeze_router)
@@ -248,68 +229,6 @@ def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
     convert_peft_config_for_transformers(config, hf.base_model, None)
     unfit |= (kinds | experts) - set(config.target_modules or ())
     return unfit
-
-
-def _read_config(hf: PreTrainedModel, worker_config: WorkerConfig) -> Any:
-    """peft's settings of the adapters in a folder, for the layers that the folder has weights of.
-
-    These say more than its `target_modules`, which may be an expression on the names of another
-    class of models.
-    """
-    from peft import LoraConfig
-
-    folder = worker_config.adapter or ""
-    config = LoraConfig.from_pretrained(str(Path(folder).expanduser()))
-    body = f"{hf.base_model_prefix}."
-    with _open_weights(folder) as file:
-        names = [name.removeprefix(PREFIX) for name in file.keys()]
-    layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
-    modules = dict(hf.named_modules())
-    routers = find_routers(hf) if worker_config.freeze_router else set()
-    for layer in sorted(layers):
-        if modules.get(layer) in routers:
-            raise ValueError(
-                f"freeze_router=true: the adapters in {folder} adapt a router, {layer}"
-            )
-        if not (layer.startswith(body) and isinstance(modules.get(layer), nn.Linear)):
-            raise ValueError(
-                f"adapter={folder} adapts {layer}, which is no linear layer of the body "
-                f"of this model; it was made for {config.base_model_name_or_path}"
-            )
-    config.target_modules = {layer.removeprefix(body) for layer in layers}
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.modules_to_save = None
-    config.lora_dropout = 0.0  # rl2 trains without dropout
-    config.init_lora_weights = True  # the values come from the folder
-    return config
-
-
-def _open_weights(folder: str) -> Any:
-    return safe_open(Path(folder, WEIGHTS).expanduser(), "pt")
-
-
-def _read_weights(hf: PreTrainedModel, config: WorkerConfig) -> None:
-    """Gives the adapters of `hf`, which `inject` has put in, the values of config.adapter.
-
-    A critic's head too if it is there. ValueError if they are not those of this model.
-    """
-    if config.adapter is None:
-        return
-    with _open_weights(config.adapter) as file:
-        values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
-    for name, parameter in hf.named_parameters():
-        value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
-        if value is None and not is_adapter(name):
-            continue
-        if value is None or value.shape != parameter.shape:
-            shape = "missing" if value is None else list(value.shape)
-            raise ValueError(
-                f"adapter={config.adapter}: {name} is {shape} there and {list(parameter.shape)} "
-                "in this model, so the adapters were made for another one"
-            )
-        parameter.data.copy_(value)
-    if values:
-        raise ValueError(f"adapter={config.adapter}: this model has no {min(values)}")
 
 
 def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:

@@ -24,8 +24,8 @@ class StartModel(NamedTuple):
     """The keys of `actor` that say which weights a run starts from."""
 
     model_name: str
-    adapter: str | None = None
     quantize_base: str | None = None
+    adapter: str | None = None  # of a run of an earlier version
 
 
 def pack_tokens(trajectories: list[Trajectory], tokens_hash: int) -> dict[str, np.ndarray]:
@@ -173,8 +173,7 @@ def _read_start_model(path: Path) -> StartModel:
     """Reads in the config.yaml of a run what its actor started from."""
     try:
         actor = yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]
-        # Runs of earlier versions have no adapters to train further, and no base in 4 bits.
-        return StartModel(actor["model_name"], actor.get("adapter"), actor.get("quantize_base"))
+        return StartModel(actor["model_name"], actor.get("quantize_base"), actor.get("adapter"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

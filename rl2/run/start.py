@@ -238,7 +238,8 @@ def _find_files(key: str, value: Any) -> list[Path]:
 def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Changes]:
     """Returns (changes that make another experiment, other changes).
 
-    Keys that only one of the two has are not compared: they are of another version of rl2.
+    Keys that only one of the two has are not compared: they are of another version of rl2. But if
+    an earlier one is gone that was set, and made the experiment, this is another one.
     """
     if before.trainer != now.trainer:
         return {"": f"the trainer: {before.trainer} -> {now.trainer}"}, {}
@@ -254,6 +255,9 @@ def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Change
         elif has_same_content is False:
             changes = experiment if name == DATA else others  # code may be edited
             changes[name] = f"{name}: {value} has another content"
+    for name in EXPERIMENT:
+        if name not in now.config and before.config.get(name):
+            experiment[name] = f"{name}: {before.config[name]} -> no longer in rl2"
     return experiment, others
 
 

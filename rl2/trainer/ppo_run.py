@@ -129,17 +129,17 @@ class PPORun:
         actor, path = self.config.actor, self.config.trainer.rollouts_from
         if not path:
             return None
-        start_model = StartModel(actor.model_name, actor.adapter, actor.quantize_base)
+        start_model = StartModel(actor.model_name, actor.quantize_base)
         return SavedRollouts(path, start_model, self.tokens_hash, actor.routing_replay)
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         self.sampling.begin()
         actor = self.config.actor
-        if self.sends_adapters:  # which only the actor has drawn or read
+        if self.sends_adapters:  # which only the actor has drawn
             self._send_weights()
             self._verify_weights()
-        elif self.recorder.start_step > 0 or actor.adapter or actor.quantize_base:
+        elif self.recorder.start_step > 0 or actor.quantize_base:
             self._send_weights()  # the actor has other ones than the files
         else:  # both have read the same files, so they must agree to the bit
             self._verify_weights()
