@@ -80,7 +80,6 @@ def make_examples(
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
     for examples in tests.values():
-        examples.kept = examples.kept[: data.test_limit]
         print_once(examples.describe_dropped("test"))
     for examples in sources.values():
         print_once(examples.describe_dropped("training"))
@@ -88,7 +87,6 @@ def make_examples(
         return None, tests
     train = Mixture(
         sources,
-        data.weights,
         shuffle=data.shuffle,
         seed=data.seed,
         batch_size=getattr(data, kind.batch_key.removeprefix("data.")),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl2.config.schema import SFTActorConfig, SFTConfig, SFTDataConfig
+from rl2.config.schema import ExampleConfig, SFTActorConfig, SFTConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.run import folder as run_folder
 from rl2.run.folder import RunFolder
@@ -21,7 +21,7 @@ RANK = int(os.environ["RANK"])
 
 
 def try_to_start(model: str, lr: float) -> None:
-    data = SFTDataConfig(path="rows.jsonl")
+    data = ExampleConfig(path="rows.jsonl")
     config = SFTConfig(data=data, actor=SFTActorConfig(model_name=model, lr=lr))
     config.trainer.save_dir = "runs/default"
     try:

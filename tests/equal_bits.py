@@ -219,7 +219,7 @@ RUNS = [
     Run("ppo_filter_one_process", (f"{PPO} {FILTER} {TEST}",), 1),
     Run("sft", and_resume(SFT)),
     Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
-    Run("sft_sp", (f"{SFT} actor.sp_size=2 data.turns=last actor.average=sequence",)),
+    Run("sft_sp", (f"{SFT} actor.sp_size=2 actor.average=sequence",)),
     Run("sft_tp", (f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3",)),
     Run(
         "sft_bfloat16",

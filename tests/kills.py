@@ -52,7 +52,7 @@ BEST = "trainer.save_best=auto trainer.keep_checkpoints=1"
 # They replace the data.path before them.
 SOURCES = (
     "data.path={{all:{inputs}/prompts.jsonl,few:{inputs}/few_prompts.jsonl}}"
-    " data.weights.all=2 data.weights.few=3 data.test_path={{all:{inputs}/prompts.jsonl}}"
+    " data.test_path={{all:{inputs}/prompts.jsonl}}"
     " rollout.env_path={{all:{inputs}/letters.py,few:{inputs}/letters.py}}"
     " rollout.filter=[0.06,0.14] rollout.max_refills=4"
 )

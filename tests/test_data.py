@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import pyarrow
@@ -31,10 +30,8 @@ from rl2.data.examples import (
     DataCursor,
     Examples,
     Mixture,
-    RowKind,
     describe_steps,
     hold_out,
-    render_sft,
     to_samples,
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
@@ -83,7 +80,7 @@ def make_examples(rows, kind=PROMPT_ROWS, tokenizer=None, **settings):
 
 
 def training_order(examples, **settings):
-    return Mixture({"": examples}, {}, **settings)
+    return Mixture({"": examples}, **settings)
 
 
 def write(file, rows):
@@ -327,15 +324,14 @@ def test_order_differs_by_epoch_and_seed():
 # Several sources
 
 
-def make_mixture(lengths, weights=(), shuffle=False, batch_size=1):
+def make_mixture(lengths, shuffle=False, batch_size=1):
     """A mixture of sources a, b, ... with so many prompts of one token more each."""
     names = "abcd"[: len(lengths)]
     sources = {
         name: make_examples(make_rows([1] * length), source=name)
         for name, length in zip(names, lengths, strict=True)
     }
-    shares = dict(zip(names, weights, strict=False))
-    return Mixture(sources, shares, shuffle=shuffle, seed=5, batch_size=batch_size)
+    return Mixture(sources, shuffle=shuffle, seed=5, batch_size=batch_size)
 
 
 def take(mixture, num_examples, start=0):
@@ -344,7 +340,7 @@ def take(mixture, num_examples, start=0):
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans())
-def test_without_weights_an_epoch_of_a_mixture_holds_every_row_once(lengths, shuffle):
+def test_an_epoch_of_a_mixture_holds_every_row_once(lengths, shuffle):
     mixture = make_mixture(lengths, shuffle=shuffle)
     assert len(mixture) == sum(lengths)
     for epoch in range(3):
@@ -353,34 +349,20 @@ def test_without_weights_an_epoch_of_a_mixture_holds_every_row_once(lengths, shu
 
 
 @settings(deadline=None, max_examples=20)
-@given(
-    st.lists(st.tuples(st.integers(2, 9), st.integers(1, 5)), min_size=2, max_size=4),
-    st.booleans(),
-)
-def test_weights_are_shares_of_every_stretch_of_a_mixture(pairs, shuffle):
-    """And a source begins its next epoch when all its rows were taken, and not before."""
-    lengths, weights = zip(*pairs, strict=True)
-    mixture = make_mixture(lengths, weights, shuffle)
-    examples = take(mixture, 5 * len(mixture))
-    assert len(mixture) == sum(lengths)
-    for name, length, weight in zip("abcd", lengths, weights, strict=False):
-        own = [example for example in examples if example.source == name]
-        share = weight / sum(weights)
-        assert abs(len(own) - 5 * len(mixture) * share) <= 5  # an epoch rounds by less than one
-        for start in range(0, len(own) - length + 1, length):
-            assert len({example.index for example in own[start : start + length]}) == length
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.booleans())
+def test_a_source_has_its_share_of_every_stretch_of_a_mixture(lengths, shuffle):
+    mixture = make_mixture(lengths, shuffle)
+    examples = take(mixture, 2 * len(mixture))
+    for size in range(1, len(mixture)):
         for start in range(len(mixture)):
-            stretch = examples[start : start + len(mixture)]
-            count = sum(example.source == name for example in stretch)
-            assert abs(count - len(mixture) * share) < 2
+            sources = [example.source for example in examples[start : start + size]]
+            for name, length in zip("abcd", lengths, strict=False):
+                assert abs(sources.count(name) - size * length / len(mixture)) < 2
 
 
 def test_a_mixture_in_the_order_of_its_files():
     names = [(e.source, e.index) for e in take(make_mixture([4, 2]), 6)]
     assert names == [("a", 0), ("b", 4), ("a", 1), ("a", 2), ("b", 5), ("a", 3)]
-    names = [(e.source, e.index) for e in take(make_mixture([4, 2], [1, 1]), 8)]
-    assert "".join(name for name, _ in names) == "abababab"
-    assert [index for name, index in names if name == "b"] == [4, 5, 4, 5]
 
 
 def test_sources_of_one_length_have_different_orders():
@@ -391,17 +373,12 @@ def test_sources_of_one_length_have_different_orders():
 
 
 def test_the_start_says_how_a_run_uses_each_source():
-    sentences = describe_steps(make_mixture([6, 2], [1, 3], batch_size=4), 4)
+    sentences = describe_steps(make_mixture([6, 2], batch_size=4), 4)
     assert [re.findall(r"[\d.]+\d|\d", sentence) for sentence in sentences] == [
         ["8", "4", "4", "2"],
-        ["6", "0.25", "0.667"],
-        ["2", "0.75", "6"],
+        ["6", "0.75"],
+        ["2", "0.25"],
     ]
-
-
-def test_a_weight_that_is_too_small_for_an_epoch_is_refused():
-    with pytest.raises(ValueError, match=r"data.weights.b=0.01: .*epoch of 8 prompts"):
-        make_mixture([6, 2], [1, 0.01])
 
 
 def test_rows_of_a_source_are_held_out_without_their_copies_in_another_one():
@@ -453,7 +430,8 @@ def test_turns_text_and_plain_messages(tmp_path):
     every = [example.sequences for example in make_examples(path, SFT_ROWS, tokenizer)]
     assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
     assert every[1:] == [[([3, 2, 4], [1, 1, 1])], [([2, 3, 3, 4], [1, 1, 1, 1])]]
-    last = make_examples(path, RowKind(read_sft_row, partial(render_sft, turns="last")), tokenizer)
+    rows[0]["messages"][1]["weight"] = 0
+    last = make_examples(write(tmp_path / "b.jsonl", rows), SFT_ROWS, tokenizer)
     assert last[0].sequences == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1])]
     assert [example.sequences for example in last][1:] == every[1:]
 

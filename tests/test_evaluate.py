@@ -170,14 +170,14 @@ def test_the_split_follows_the_keys(monkeypatch):
     monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
     config = PPOConfig()
     data = config.data
-    data.test_ratio, data.test_limit = 0.5, 3
+    data.test_ratio = 0.5
     config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
     rows = {"data.path": pack_rows(make_rows(*"0123456789"))}
     train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
-    assert len(train) == 5 and list(map(len, tests.values())) == [3] and list(tests) == [""]
+    assert len(train) == 5 and list(map(len, tests.values())) == [5] and list(tests) == [""]
     config.trainer.eval_only = True
     train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
-    assert train is None and len(tests[""]) == 3
+    assert train is None and len(tests[""]) == 5
 
 
 @pytest.fixture

@@ -287,9 +287,9 @@ def test_another_experiment_is_refused_and_touches_nothing(train, run, tmp_path)
     )
     status, output = train(f"data.path={tmp_path}/pairs.jsonl", main=dpo.main)
     assert status == 1 and "the trainer: SFTConfig -> DPOConfig" in output
-    status, output = train("actor.lora_rank=2", "data.turns=last", "actor.lr=0.5")
+    status, output = train("actor.lora_rank=2", "data.shuffle=false", "actor.lr=0.5")
     assert status == 1 and "is of another experiment" in output
-    assert "actor.lora_rank: 0 -> 2" in output and "data.turns: all -> last" in output
+    assert "actor.lora_rank: 0 -> 2" in output and "data.shuffle: True -> False" in output
     assert "actor.lr: 0.01" not in output, "a change that would be allowed"
     for remedy in ("experiment_name=NAME", "trainer.resume=off", "trainer.resume=force"):
         assert remedy in output
@@ -383,7 +383,7 @@ def test_an_older_checkpoint_begins_a_branch(train, run, tmp_path, monkeypatch, 
         return
     # Into a folder of its own, and with another loss only if that is forced.
     named = f"{run}/checkpoints/step_6"
-    other = [f"trainer.save_dir={tmp_path}/other", "data.turns=last", "trainer.n_epochs=2"]
+    other = [f"trainer.save_dir={tmp_path}/other", "data.shuffle=false", "trainer.n_epochs=2"]
     status, output = train(*other, f"trainer.resume={named}", "trainer.max_steps=7")
     assert status == 1 and f"trainer.resume=force:{named} resumes" in output
     status, output = train(*other, f"trainer.resume=force:{named}", "trainer.max_steps=7")

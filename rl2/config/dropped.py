@@ -56,6 +56,9 @@ DROPPED = {
     "head_dtype": "rl2 as it is: logits are computed in float32",
     "extract": "rollouts/test/*.jsonl of the run, which has the answers that maj@N compared",
     "data.truncate": "a larger data.max_length, or rows that are cut where their text allows it",
+    "data.weights": "rl2 as it is: a source has the share of its rows; repeat or sample them",
+    "data.turns": '"weight": 0 in the replies that are not trained, or prompt and completion',
+    "data.test_limit": "a smaller file of test rows, or a smaller data.test_ratio",
     **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }
 
@@ -64,9 +67,10 @@ def explain_dropped(name: str) -> str:
     """Says that this is gone; "" if it never was.
 
     `name` is a command, a command with an option, an option of the trainers, a path, a key, a
-    KEY=VALUE or TRAINER SECTION.*, a whole section. A key may be in any section.
+    KEY=VALUE or TRAINER SECTION.*, a whole section. A key may be in any section, or be followed by
+    the NAME of an entry.
     """
     for dropped, instead in DROPPED.items():
-        if re.fullmatch(rf"(\w+\.)*{re.escape(dropped)}", name):
+        if re.fullmatch(rf"(\w+\.)*{re.escape(dropped)}(\.\w+)?", name):
             return f"{name} is no longer in rl2: use {instead}"
     return ""

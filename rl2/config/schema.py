@@ -59,9 +59,6 @@ class DataConfig:
         "NAME@SPLIT; mix several sources with data.path.NAME=PATH",
         types=(str, dict),  # OmegaConf has no union of them
     )
-    weights: dict[str, float] = key(
-        {}, "share of a source: data.weights.NAME=WEIGHT; by default its number of rows", above=0
-    )
     test_path: Any = key(
         None,
         "rows to evaluate on; several sets are data.test_path.NAME=PATH",
@@ -69,9 +66,6 @@ class DataConfig:
     )
     test_ratio: NonNegativeFloat = key(
         0.0, "fraction of the training rows to hold out as test rows", below=1
-    )
-    test_limit: PositiveInt | None = key(
-        None, "number of rows to use from each test set; the first ones"
     )
     columns: dict[str, str] = key(
         {}, "columns to rename: data.columns.OLD=NEW; e.g. data.columns.question=prompt"
@@ -137,11 +131,6 @@ class PromptConfig(DataConfig):
 @dataclass
 class ExampleConfig(DataConfig):
     batch_size: PositiveInt = key(32, "rows per step")
-
-
-@dataclass
-class SFTDataConfig(ExampleConfig):
-    turns: str = key("all", "assistant turns to train on", choices=("all", "last"))
 
 
 @dataclass
@@ -607,7 +596,7 @@ class PPOConfig:
 
 @dataclass
 class SFTConfig:
-    data: SFTDataConfig = section(SFTDataConfig, "the rows")
+    data: ExampleConfig = section(ExampleConfig, "the rows")
     actor: SFTActorConfig = section(SFTActorConfig, "the model that is trained")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 

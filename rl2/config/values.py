@@ -10,7 +10,6 @@ OPEN_KEYS = (
     "rollout.env_path",
     "rollout.reward_weights",
     "data.path",
-    "data.weights",
     "data.columns",
     "data.chat_template_kwargs",
     "data.test_path",

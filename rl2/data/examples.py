@@ -219,28 +219,21 @@ def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
 class Mixture:
     """The training examples of one or several sources, in a fixed order of epochs.
 
-    An epoch has as many examples as the sources have together. The share of a source in it is its
-    weight among all weights; without weights it is its number of examples, so that an epoch holds
-    every example once. The sources alternate as evenly as their shares allow, hence each step has
-    about the same share of each. A source has epochs of its own, which begin when all its examples
-    were taken, whenever that is; with `shuffle` each has an order of its own.
+    An epoch holds every example once. The sources alternate as evenly as their numbers of examples
+    allow, hence each step has about the same share of each: with 4 examples of `a` and 2 of `b` an
+    epoch is aabaab. With `shuffle` each source has an order of its own.
 
     All of this depends on a position alone, which is all that a checkpoint needs.
-
-    For example, sources `a` with 4 and `b` with 2 examples: an epoch is aabaab, and with equal
-    weights it is ababab, in which the last `b` is the first one of the second epoch of `b`.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Examples],
-        weights: Mapping[str, float],
         *,
         shuffle: bool = False,
         seed: int = 0,
         batch_size: int = 1,
     ):
-        """`weights` is of all sources, or empty. ValueError if a share is less than an example."""
         self.sources = list(sources.values())
         self.kind = self.sources[0].kind
         self.batch_size = batch_size
@@ -251,20 +244,10 @@ class Mixture:
         # Cached, since a step asks for each of its examples; they are of few epochs.
         self.permutation = lru_cache(maxsize=4 * len(sources))(_permutation)
         lengths = [len(source) for source in self.sources]
-        self.counts = lengths  # of the examples that an epoch takes from each source
-        if weights:
-            self.counts = share_out(sum(lengths), [weights[name] for name in sources])
-            for name, count in zip(sources, self.counts, strict=True):
-                if count == 0:
-                    raise ValueError(
-                        f"data.weights.{name}={weights[name]}: its share of an epoch of "
-                        f"{sum(lengths)} {self.kind.name} is less than one; raise it, or leave "
-                        "the source out"
-                    )
-        self.order = interleave(self.counts)  # [N] the number of the source at each position
+        self.order = interleave(lengths)  # [N] the number of the source at each position
         self.ranks = np.zeros_like(self.order)  # [N] how many of its source come before it
-        for number, count in enumerate(self.counts):
-            self.ranks[self.order == number] = np.arange(count)
+        for number, length in enumerate(lengths):
+            self.ranks[self.order == number] = np.arange(length)
         numbers_of_rows = [len(source.rows) for source in self.sources]
         self.first_indices = np.cumsum([0, *numbers_of_rows])
 
@@ -276,23 +259,12 @@ class Mixture:
         epoch, i = divmod(position, len(self))
         number = int(self.order[i])
         source = self.sources[number]
-        num_before = epoch * self.counts[number] + int(self.ranks[i])  # of this source
-        epoch, i = divmod(num_before, len(source))
+        i = int(self.ranks[i])
         if self.shuffle:
             i = int(self.permutation(len(source), self.seeds[number], epoch)[i])
         example = source[i]
         example.index += int(self.first_indices[number])
         return example
-
-
-def share_out(total: int, weights: Sequence[float]) -> list[int]:
-    """Divides `total` in the ratio of the weights, by the method of largest remainders."""
-    exact = total * np.array(weights) / sum(weights)
-    counts = np.floor(exact).astype(int)
-    missing = total - int(counts.sum())
-    largest = np.argsort(counts - exact, kind="stable")  # of equal remainders, the first
-    counts[largest[:missing]] += 1
-    return counts.tolist()
 
 
 def interleave(counts: Sequence[int]) -> np.ndarray:
@@ -314,12 +286,11 @@ def describe_steps(examples: Mixture, num_steps: int) -> list[str]:
             f"{examples.kind.batch_key}={size} is more than the {len(examples)} {name}: a "
             f"step repeats them, {size / len(examples):.3g} times each on average"
         )
-    for source, count in zip(examples.sources, examples.counts, strict=True):
+    for source in examples.sources:
         if source.source:
+            share = len(source) / len(examples)
             sentences.append(
-                f"data.path.{source.source}: {len(source)} {name}, "
-                f"{count / len(examples):.3g} of a step; "
-                f"epochs: {epochs * count / len(source):.3g}"
+                f"data.path.{source.source}: {len(source)} {name}, {share:.3g} of a step"
             )
     return sentences
 
@@ -377,8 +348,8 @@ def render_prompt(template: ChatTemplate, row: dict) -> list[tuple[str]]:
     return [(template.render(row["messages"], row.get("tools")),)]
 
 
-def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[RenderedReply]:
-    """The assistant's replies in `messages`: all of them, or only the last with turns="last".
+def render_sft(template: ChatTemplate, row: dict) -> list[RenderedReply]:
+    """The assistant's replies in `messages`, but for those of weight 0.
 
     With a `completion` the replies are those in it. If `messages` is plain text, all of it is one
     reply. Columns other than `tools` are ignored.
@@ -393,8 +364,6 @@ def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[Re
     first = len(messages) if completion else 0
     messages = messages + (completion or [])
     reply_indices = [i for i in range(first, len(messages)) if is_trained(messages[i])]
-    if turns == "last":
-        reply_indices = reply_indices[-1:]
     return [template.render_reply(messages[:i], messages[i], tools) for i in reply_indices]
 
 

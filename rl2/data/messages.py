@@ -75,8 +75,8 @@ def read_message(message: dict) -> dict:
             value = message.pop(name)
             if value not in (0, 1):
                 raise ValueError(
-                    f"{name}={abbreviate(value)} of a reply: it is trained or not, 1 or 0; "
-                    "data.weights.NAME weighs the rows of a file"
+                    f"{name}={abbreviate(value)} of a reply: it is trained or not, 1 or 0; repeat "
+                    "a row to give it more weight"
                 )
             is_trained &= bool(value) != (name in UNTRAINED_FIELDS)
         elif bool(message[name]) == (name in UNTRAINED_FIELDS):

@@ -24,7 +24,7 @@ UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
 # With another value of one of these keys a run is another experiment: it does not resume.
 EXPERIMENT = """
 data.path data.weights data.test_ratio data.columns data.chat_template data.chat_template_kwargs
-data.system_prompt data.max_length data.shuffle data.seed data.turns
+data.system_prompt data.max_length data.shuffle data.seed
 rollout.env_path rollout.num_processes kl.type kl.update_freq adv.estimator dpo.loss
 teacher.model_name teacher.base_url teacher.kl trainer.rollouts_from trainer.eval_only
 actor.loss

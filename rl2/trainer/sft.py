@@ -9,12 +9,11 @@ if __name__ == "__main__":
     answer_trainer("sft")  # --help, before the imports below, which take seconds
 
 import math
-from functools import partial
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.schema import SFTConfig
-from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
+from rl2.data.examples import SFT_ROWS, Example, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import Measure, OfflineRun
@@ -57,8 +56,7 @@ def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
 
 def make_run(config: SFTConfig, measure: Measure = perplexity) -> OfflineRun:
     """`measure` gives the metrics of a test set."""
-    render = partial(render_sft, turns=config.data.turns)
-    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, measure)
+    return OfflineRun(config, SFT_ROWS, make_batch, measure)
 
 
 def start(config: SFTConfig) -> None:
