@@ -11,18 +11,11 @@ from common import read_cases
 
 from rl2.rewards import code
 from rl2.rewards.code import extract, judge
-from rl2.rewards.sandbox import Limits, Result
+from rl2.rewards.sandbox import Result
 
 CASE_TEXTS = read_cases("code_rewards")
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 CASES = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
-
-
-@pytest.fixture(autouse=True)
-def verdicts(monkeypatch):
-    """The verdicts of a test are not those of another."""
-    monkeypatch.setattr(code, "_verdicts", {})
-    return code._verdicts
 
 
 def judge_text(program, tests):
@@ -199,7 +192,7 @@ STYLES = CASE_TEXTS["styles"]
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_all_tests_run_that_pytest_or_unittest_would_run(name):
+def test_all_functions_run_that_pytest_would_run(name):
     assert judge_text("def f(x): return x + 1", STYLES[name])
     assert not judge_text("def f(x): return x + 2", STYLES[name])
 
@@ -247,7 +240,6 @@ def test_results_that_plain_python_accepts_and_denies(monkeypatch):
 
 
 CHEAT = """
-import unittest
 import numpy as np
 class Any:
     def __init__(self, *_): pass
@@ -266,7 +258,6 @@ class AnyError(Exception):
 def make(base):
     return type("Cheat", (base,), {**vars(Any), "__init__": base.__init__})
 def f(kind):
-    if kind == "skip": raise unittest.SkipTest
     if kind == "any": return Any()
     if kind == "inside": return [Any()]
     if kind == "class": return AnyClass
@@ -328,15 +319,6 @@ def test_a_program_does_not_end_a_loop_of_the_tests():
     assert judge("def f(): yield 1", "assert [*f()] == [1]").is_right
 
 
-def test_a_program_does_not_skip_tests():
-    skipped = """
-        import unittest
-        class Cheated(unittest.TestCase):
-            def test_it(self): self.assertEqual(f("skip"), 3)
-        """
-    assert not judge_text(CHEAT, skipped)
-
-
 @pytest.mark.parametrize("result, test, named", read_cases("code_forms")["not_supported"])
 def test_the_reason_names_what_the_tests_cannot_compare(result, test, named):
     program = f"{read_cases('code_forms')['program']}\ndef f(): return {result}"
@@ -385,22 +367,6 @@ def test_forgeries_are_wrong_and_the_next_program_is_right(name):
 def test_the_next_program_is_right():
     """After all forgeries, with the same tests."""
     assert judge("def f(x): return {1: 'expected', 2: 'other'}[x]", TESTS).is_right
-
-
-def test_verdicts_are_kept_but_not_those_of_programs_that_ran_out_of_time(monkeypatch):
-    results = [Result("timed out", "", ""), Result("succeeded", "3", "")]
-    runs = []
-
-    def run(program, limits):
-        runs.append(program)
-        return [results[len(runs) - 1]]
-
-    monkeypatch.setattr(code, "run", run)
-    cases = {"inputs": ["1 2"], "outputs": ["3"]}
-    assert [judge(SUM, cases).is_right for _ in range(3)] == [False, True, True]
-    assert len(runs) == 2
-    with pytest.raises(IndexError):  # other limits, another verdict
-        judge(SUM, cases, Limits(cpu_seconds=1))
 
 
 def test_tests_that_are_no_python_are_an_error():

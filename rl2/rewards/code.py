@@ -8,7 +8,6 @@ compared here; Python tests run in another sandbox than the program (rl2/rewards
 """
 
 import ast
-import hashlib
 import importlib.util
 import json
 import secrets
@@ -21,7 +20,6 @@ from rl2.rewards import harness
 from rl2.rewards.sandbox import Limits, Program, Result, run
 
 LANGUAGES = ("python", "py", "python3", "")  # of code blocks, the best first
-MAX_VERDICTS = 100_000  # that are kept
 HARNESS = Path(harness.__file__).read_text()
 CALLS = """
 import json, os, sys, types
@@ -43,9 +41,6 @@ class Verdict(NamedTuple):
 
     is_right: bool
     reason: str = ""
-
-
-_verdicts: dict[bytes, Verdict] = {}  # by a hash of the program and its tests
 
 
 def extract(text: str) -> str | None:
@@ -74,27 +69,13 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
         the class Solution. An input has an argument in JSON on each line, an output is JSON. Or,
         as in APPS, an input is a list of arguments, an output a value or a list of that value;
         objects whose keys are whole numbers have numbers as keys.
-    The text of Python tests, or a list of such texts: asserts, functions test_...() without
-        arguments, or classes of unittest. Without any of these, what follows
-        `if __name__ == "__main__":` runs.
+    The text of Python tests, or a list of such texts: asserts, and functions test_...() without
+        arguments.
 
     All of these may be in JSON. `limits` are those of each run. Raises ValueError or SyntaxError if
     the tests cannot be read or run nothing, OSError if the sandbox does not work, TimeoutError if a
-    program ran out of time because the machine is busy. Verdicts are kept, except those of programs
-    that ran out of time.
+    program ran out of time because the machine is busy.
     """
-    key = hashlib.sha256(json.dumps([program, test_cases, str(limits)]).encode()).digest()
-    if key in _verdicts:
-        return _verdicts[key]
-    verdict = _judge(program, test_cases, limits)
-    if "timed out" not in verdict.reason:
-        if len(_verdicts) >= MAX_VERDICTS:
-            _verdicts.clear()
-        _verdicts[key] = verdict
-    return verdict
-
-
-def _judge(program: str, test_cases: Any, limits: Limits | None) -> Verdict:
     if isinstance(test_cases, str) and test_cases.lstrip().startswith(("{", "[")):
         test_cases = json.loads(test_cases)
     if isinstance(test_cases, list):
@@ -196,6 +177,11 @@ def _run_tests(program: str, tests: str, limits: Limits | None) -> Verdict:
     for node in ast.walk(ast.parse(tests)):  # an error of the tests is none of the program
         if isinstance(node, ast.Import | ast.ImportFrom):
             _check_imports(node)
+        if isinstance(node, ast.ClassDef) and "TestCase" in " ".join(map(ast.unparse, node.bases)):
+            raise ValueError(
+                f"the tests have the class {node.name}, and classes of unittest do not run here: "
+                "write asserts, or functions test_...() without arguments"
+            )
     token = secrets.token_hex()
     server_end, client_end = socketpair()
     server = Program(f"{HARNESS}\nserve({program!r})", server_end)

@@ -12,12 +12,11 @@ No object of the program is kept between calls. A call that returns one ends the
 import ast
 import builtins
 import functools
-import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -247,17 +246,11 @@ def check(tests: str, token: str) -> NoReturn:
     for name in names:
         with suppress(AttributeError):
             scope[name] = getattr(program, name)
-    if "unittest" in tests:
-        unittest: Any = importlib.import_module("unittest")
-        unittest.main = lambda *_, **__: None  # what it would run is collected below
     exec(compile(tree, "tests", "exec"), scope)
-    collected = list(collect(scope))
-    for test in collected:
-        test()
-    if not collected:
-        for node in tree.body:
-            if isinstance(node, ast.If) and is_main_guard(node):
-                exec(compile(ast.Module(node.body, []), "tests", "exec"), scope)
+    for name, value in list(scope.items()):
+        is_own = getattr(value, "__module__", "") == "tests"
+        if is_own and name.startswith("test") and is_test(value):
+            value()
     sys.stdout.flush()
     os.write(1, f"{token}{find_problem(scope, names)}".encode())
     os._exit(0)
@@ -267,20 +260,18 @@ def find_problem(scope: dict[str, Any], names: set[str]) -> str:
     """Says what the tests lack, or nothing. `names` are those that they use."""
     for name, value in scope.items():
         is_own = getattr(value, "__module__", "") == "tests" and name not in names
-        is_left_out = isinstance(value, FunctionType | type) and not (
-            is_test(value) or is_suite(value)
-        )
+        is_left_out = isinstance(value, FunctionType | type) and not is_test(value)
         if is_own and is_left_out and name.startswith(("test", "Test")):
             return (
                 f"the tests have {name}, and nothing calls it. Add a call, or write functions "
-                "without arguments or a class of unittest: fixtures, parameters, async functions "
-                "and classes as of pytest are not supported"
+                "without arguments: fixtures, parameters, async functions and classes of tests are "
+                "not supported"
             )
     if Client.num_calls:
         return ""
     return (
-        "the tests run nothing of the program. Add a call, such as check(f), a function test_...() "
-        "or a class of unittest"
+        "the tests run nothing of the program. Add a call, such as check(f), outside of `if "
+        "__name__ == ...`, or a function test_...() without arguments"
     )
 
 
@@ -304,30 +295,6 @@ def find_names(tree: ast.Module) -> set[str]:
     return names - judges - (sys.stdlib_module_names - called)
 
 
-def is_main_guard(node: ast.If) -> bool:
-    """Returns whether it is `if __name__ == "__main__":`."""
-    return ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
-
-
-def collect(scope: dict[str, Any]) -> Iterator[Callable]:
-    """The tests that nothing calls: functions without arguments, and classes of unittest."""
-    for name, value in list(scope.items()):
-        if getattr(value, "__module__", "") != "tests":
-            continue
-        if is_suite(value):
-            unittest: Any = sys.modules["unittest"]
-            suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
-            if suite.countTestCases():
-                yield functools.partial(run_suite, suite)
-        elif name.startswith("test") and is_test(value):
-            yield value
-
-
-def is_suite(value: Any) -> bool:
-    unittest: Any = sys.modules.get("unittest")
-    return bool(unittest) and isinstance(value, type) and issubclass(value, unittest.TestCase)
-
-
 def is_test(value: Any) -> bool:
     """Whether it is a function that can be called without arguments, and is not async."""
     if not isinstance(value, FunctionType) or inspect.iscoroutinefunction(value):
@@ -335,13 +302,3 @@ def is_test(value: Any) -> bool:
     parameters = inspect.signature(value).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(p.default is not p.empty or p.kind in kinds for p in parameters)
-
-
-def run_suite(suite: Any) -> None:
-    """Runs tests of unittest. AssertionError if one fails, or if all are skipped."""
-    result: Any = importlib.import_module("unittest").TestResult()
-    suite.run(result)
-    for test, text in (*result.failures, *result.errors):
-        raise AssertionError(f"{test.id()}: {text.strip().splitlines()[-1]}")
-    if not result.wasSuccessful() or result.testsRun == len(result.skipped):
-        raise AssertionError("a test passed that was to fail, or all tests are skipped")
