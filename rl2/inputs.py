@@ -26,10 +26,9 @@ from rl2.run.folder import RunFolder
 SYSTEM_PROMPTS = {"boxed": BOXED_PROMPT, "think_answer": THINK_ANSWER_PROMPT}
 
 
-def read_rows(config: Config, kind: RowKind) -> tuple[dict[str, Rows], list[str]]:
-    """(the rows of each source and of each test set, by key; the problems of the others)."""
+def read_rows(config: Config, kind: RowKind, problems: list[str]) -> dict[str, Rows]:
+    """The rows of each source and of each test set, by key. Adds to `problems`."""
     data = config.data
-    problems: list[str] = []
     trained = data.train_paths
     if config.trainer.eval_only and not data.test_ratio:
         trained = {}
@@ -40,7 +39,7 @@ def read_rows(config: Config, kind: RowKind) -> tuple[dict[str, Rows], list[str]
                 rows[key] = load_rows(path, split, kind.read, data.columns)
             except ValueError as error:
                 problems.append(str(error))
-    return rows, problems
+    return rows
 
 
 def read_examples(
@@ -52,7 +51,8 @@ def read_examples(
 
     ValueError lists all problems, or says that a row has more positions than the model.
     """
-    rows, problems = read_rows(config, kind)
+    problems: list[str] = []
+    rows = read_rows(config, kind, problems)
     train, tests = make_examples(config, rows, kind, template, problems)
     assert train is not None
     longest = max([train.longest, *(examples.longest for examples in tests.values())])
@@ -74,37 +74,6 @@ def make_examples(
     ValueError lists the `problems` and those found here.
     """
     data = config.data
-    sources, tests = _tokenise(data, rows, kind, template, problems)
-    if problems:
-        raise ValueError("\n".join(problems))
-    if sources and data.test_ratio:
-        tests = hold_out(sources, data.test_ratio)
-    for examples in tests.values():
-        print_once(examples.describe_dropped("test"))
-    for examples in sources.values():
-        print_once(examples.describe_dropped("training"))
-    if not sources:
-        return None, tests
-    train = Mixture(
-        sources,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
-    )
-    return train, tests
-
-
-def _tokenise(
-    data: DataConfig,
-    rows: dict[str, Rows],
-    kind: RowKind,
-    template: ChatTemplate,
-    problems: list[str],
-) -> tuple[dict[str, Examples], dict[str, Examples]]:
-    """(training examples by source, test examples by the name of the set).
-
-    Rows that cannot be tokenised are added to the problems.
-    """
     sources: dict[str, Examples] = {}
     tests: dict[str, Examples] = {}
     for key, path_rows in rows.items():
@@ -116,7 +85,18 @@ def _tokenise(
             )
         except ValueError as error:
             problems.append(str(error))
-    return sources, tests
+    if problems:
+        raise ValueError("\n".join(problems))
+    if sources and data.test_ratio:
+        tests = hold_out(sources, data.test_ratio)
+    for split, sets in {"test": tests, "training": sources}.items():
+        for examples in sets.values():
+            print_once(examples.describe_dropped(split))
+    if not sources:
+        return None, tests
+    batch_size = getattr(data, kind.batch_key.removeprefix("data."))
+    train = Mixture(sources, shuffle=data.shuffle, seed=data.seed, batch_size=batch_size)
+    return train, tests
 
 
 def check_length(config: Config, num_tokens: int, remedy: str) -> None:

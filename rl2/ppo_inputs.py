@@ -22,7 +22,8 @@ def read_ppo_inputs(
     The environment of the source "" is that of all sources. `functions` are the environment, in the
     place of rollout.env_path. The first process prints the warnings.
     """
-    rows, problems = read_rows(config, PROMPT_ROWS)
+    problems: list[str] = []
+    rows = read_rows(config, PROMPT_ROWS, problems)
     envs, warnings = read_envs(config.rollout, rows, problems, functions)
     if problems:
         raise ValueError("\n".join(problems))

@@ -127,14 +127,14 @@ class Examples:
         problems: dict[str, list[str]] = defaultdict(list)
         warnings: dict[str, str] = {}  # and the first row of each
         for form in self.rows.kinds:
-            row = self.rows[form.first]
+            row, location = self.rows[form.first], self.rows.locate(form.first)
             if not isinstance(row["messages"], str):
                 self.template.check_exists()
             try:
                 for warning in find_unshown(self.template, row, self.kind.render):
-                    warnings.setdefault(warning, form.location)
+                    warnings.setdefault(warning, location)
             except ValueError as error:
-                problems[str(error)] += [form.location] * form.count
+                problems[str(error)] += [location] * form.count
         check_problems(self.rows.path, problems)
         print_once(f"{text} (first in {location})" for text, location in warnings.items())
 
@@ -244,20 +244,22 @@ class Mixture:
         # Cached, since a step asks for each of its examples; they are of few epochs.
         self.permutation = lru_cache(maxsize=4 * len(sources))(_permutation)
         lengths = [len(source) for source in self.sources]
-        self.order = interleave(lengths)  # [N] the number of the source at each position
-        self.ranks = np.zeros_like(self.order)  # [N] how many of its source come before it
-        for number, length in enumerate(lengths):
-            self.ranks[self.order == number] = np.arange(length)
+        # Those of each source are spread evenly over an epoch.
+        places = np.concatenate([(np.arange(length) + 0.5) / length for length in lengths])
+        order = np.argsort(places, kind="stable")
+        # [N] The number of the source at each position, and how many of it come before.
+        self.numbers = np.repeat(np.arange(len(lengths)), lengths)[order]
+        self.ranks = np.concatenate([np.arange(length) for length in lengths])[order]
         numbers_of_rows = [len(source.rows) for source in self.sources]
         self.first_indices = np.cumsum([0, *numbers_of_rows])
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.numbers)
 
     def at(self, position: int) -> Example:
         """Returns the example at this position of the endless sequence of epochs."""
         epoch, i = divmod(position, len(self))
-        number = int(self.order[i])
+        number = int(self.numbers[i])
         source = self.sources[number]
         i = int(self.ranks[i])
         if self.shuffle:
@@ -265,13 +267,6 @@ class Mixture:
         example = source[i]
         example.index += int(self.first_indices[number])
         return example
-
-
-def interleave(counts: Sequence[int]) -> np.ndarray:
-    """The number of a source for each position [sum(counts)], each spread evenly over all."""
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    numbers = np.repeat(np.arange(len(counts)), counts)
-    return numbers[np.argsort(places, kind="stable")]
 
 
 def describe_steps(examples: Mixture, num_steps: int) -> list[str]:

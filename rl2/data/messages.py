@@ -22,9 +22,16 @@ ROLE_NAMES = {role: role for role in ROLES} | {
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 # The columns of a row, as formats.py reads it, that are conversations.
 CONVERSATION_COLUMNS = ("messages", "completion", "chosen", "rejected")
-# Fields of a reply that say whether it is trained, for OpenAI, axolotl, ms-swift and torchtune.
-TRAINED_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_scale")
-UNTRAINED_FIELDS = ("masked",)
+# Fields of a reply that say what of it is trained, for axolotl, ms-swift and torchtune.
+OTHER_WEIGHTS = (
+    "train",
+    "training",
+    "trainable",
+    "train_detail",
+    "loss",
+    "loss_scale",
+    "masked",
+)
 # Columns that SFT, DPO and reward models use.
 READ_COLUMNS = (
     *CONVERSATION_COLUMNS,
@@ -65,23 +72,24 @@ def read_message(message: dict) -> dict:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_read_call(call) for call in calls]
-    if message.get("train_detail"):
-        raise ValueError("train_detail: parts of a reply cannot be trained apart; remove the field")
-    is_trained = True
-    for name in (*TRAINED_FIELDS, *UNTRAINED_FIELDS):
-        if name not in message:
-            continue
-        if message.get("role") == "assistant":
-            value = message.pop(name)
-            if value not in (0, 1):
-                raise ValueError(
-                    f"{name}={abbreviate(value)} of a reply: it is trained or not, 1 or 0; repeat "
-                    "a row to give it more weight"
-                )
-            is_trained &= bool(value) != (name in UNTRAINED_FIELDS)
-        elif bool(message[name]) == (name in UNTRAINED_FIELDS):
-            del message[name]  # says that it is not trained, as no message but a reply is
-    return message if is_trained else message | {"weight": 0}
+    weight = message.get("weight", 1)
+    if message.get("role") != "assistant":
+        if weight == 0:
+            del message["weight"]  # as no message but a reply is trained
+        return message
+    if weight not in (0, 1):
+        raise ValueError(
+            f"weight={abbreviate(weight)} of a reply: it is trained or not, 1 or 0; repeat a row "
+            "to give it more weight"
+        )
+    for name in OTHER_WEIGHTS:
+        if name in message:
+            raise ValueError(
+                f"{name} of a reply is not read: replies are trained whole; write weight=0 in one "
+                "that is not trained, and remove the field"
+            )
+    message.pop("weight", None)
+    return message if weight else message | {"weight": 0}
 
 
 def join_parts(parts: list) -> str:
@@ -164,33 +172,27 @@ def check_text(text: Any, column: str) -> str:
 
 
 def find_oddities(row: dict) -> list[str]:
-    """Warnings of what is allowed but seldom meant. ValueError for a question about an image."""
+    """Warnings of what is allowed but seldom meant. ValueError for images, videos and sounds."""
     warnings = []
     messages = row["messages"]
     roles = {message["role"] for message in messages} if isinstance(messages, list) else set()
     for role in sorted(roles - {*ROLES}):
         warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
-    for message in messages if isinstance(messages, list) else []:
-        if message["role"] != "assistant" and any(message.get(n) for n in TRAINED_FIELDS):
-            warnings.append(f"warning: a message of the {message['role']} is never trained")
-            break
     for column in MEDIA_COLUMNS:
         if row.get(column):
-            mark = f"<{column.removesuffix('s')}>"
-            if mark in str(messages):
-                raise ValueError(
-                    f"column {column!r}: the messages have {mark}, and the model reads text; "
-                    "remove the row"
-                )
-            warnings.append(f"warning: column {column!r} is not shown to the model: it reads text")
+            raise ValueError(
+                f"column {column!r}: the model reads text; remove the row, or, if its messages are "
+                f"whole without it, rename the column: data.columns.{column}=unused"
+            )
     return warnings
 
 
 def find_unread(row: dict) -> list[str]:
     """Names the columns that are not used: to other trainers they may change what is trained."""
-    known = (*READ_COLUMNS, *MEDIA_COLUMNS)
     empty: tuple = (None, "", [], {})
-    unread = [repr(name) for name, value in row.items() if name not in known and value not in empty]
+    unread = [
+        repr(name) for name, value in row.items() if name not in READ_COLUMNS and value not in empty
+    ]
     return [f"columns neither shown nor trained: {', '.join(unread)}"] if unread else []
 
 
@@ -259,12 +261,7 @@ def describe_form(row: dict) -> tuple:
 
 
 def _describe_message(message: dict) -> tuple:
-    content = message.get("content")
-    has_text, is_tagged = bool(content), False
-    if isinstance(content, str):
-        beginning = content.lstrip()[:1]
-        has_text = bool(beginning)
-        is_tagged = beginning in ("<", "[") and ("</" in content or "[/" in content)
-    calls = message.get("tool_calls") or ()
+    content = str(message.get("content") or "").lstrip()
+    is_tagged = content[:1] in ("<", "[") and ("</" in content or "[/" in content)
     fields = (name for name, value in message.items() if value)
-    return (*fields, message["role"], has_text, is_tagged, bool(calls))
+    return (*fields, message["role"], bool(content), is_tagged)

@@ -9,23 +9,17 @@ come out once. Rows have one form if they have the same columns, roles, fields a
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.messages import (
     CONVERSATION_COLUMNS,
     SYSTEM_ROLES,
-    TRAINED_FIELDS,
-    UNTRAINED_FIELDS,
     common_prefix_length,
 )
 
 Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
 
-UNPROBED_FIELDS = (
-    *("role", "content", "tool_calls", "tool_call_id", "id", "type"),
-    *(*TRAINED_FIELDS, *UNTRAINED_FIELDS),
-)
+UNPROBED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "id", "type")
 # A content that begins with a part in tags, as reasoning: templates cut it out.
 TAGGED = re.compile(r"\s*(<[^<>/]+>|\[[A-Z_]+\])(.*?)(</[^<>]+>|\[/[A-Z_]+\])(.*)", re.DOTALL)
 
@@ -36,7 +30,7 @@ class Probes:
 
     words: dict[str, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # places that may be left out with a warning
-    # Fields that are no text, by place: the planted message, and the name of the field.
+    # What is no text, by place: the planted message or row, and the name of its field.
     others: dict[str, tuple[dict, str]] = field(default_factory=dict)
 
     def plant(self, place: str, is_optional: bool = False) -> str:
@@ -46,13 +40,20 @@ class Probes:
             self.optional.add(place)
         return self.words[place]
 
-    def plant_conversation(self, value: Any, column: str) -> Any:
-        """The value of the column with probes for its texts. A plain text stays as it is."""
-        if isinstance(value, dict):
-            return self._plant_message(value, column)
-        if isinstance(value, list):
-            return [self._plant_message(m, f"{column}[{i}]") for i, m in enumerate(value)]
-        return value
+    def plant_row(self, row: dict) -> dict:
+        """The row with probes for the texts of its messages. Plain texts stay as they are."""
+        planted = dict(row)
+        for column in CONVERSATION_COLUMNS:
+            value = row.get(column)
+            if isinstance(value, dict):
+                planted[column] = self._plant_message(value, column)
+            elif isinstance(value, list):
+                planted[column] = [
+                    self._plant_message(m, f"{column}[{i}]") for i, m in enumerate(value)
+                ]
+        if row.get("tools"):
+            self.others["tools"] = (planted, "tools")
+        return planted
 
     def _plant_message(self, message: dict, place: str) -> dict:
         planted = dict(message)
@@ -100,12 +101,8 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
     ValueError for the text of a message or a call: without it the row would mean something else.
     """
     probes = Probes()
-    planted = {
-        column: probes.plant_conversation(row[column], column)
-        for column in CONVERSATION_COLUMNS
-        if column in row
-    }
-    rendered = _try(render, template, row | planted)
+    planted = probes.plant_row(row)
+    rendered = _try(render, template, planted)
     if rendered is None:
         return []  # the row itself is refused too, with its own reason
     texts = [text for reply in rendered for text in reply]
@@ -114,15 +111,12 @@ def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]
     if not any((template.system_prompt or "").strip() in text for text in texts):
         if is_text or row["messages"][0]["role"] not in SYSTEM_ROLES:  # it has none of its own
             shown["data.system_prompt"] = 0
-    if row.get("tools") and _try(render, template, row | planted | {"tools": None}) == rendered:
-        shown["tools"] = 0
-        probes.optional.add("tools")
-    for place, (message, name) in probes.others.items():
-        value = message.pop(name)
-        if _try(render, template, row | planted) == rendered:
+    for place, (owner, name) in probes.others.items():
+        value = owner.pop(name)
+        if _try(render, template, planted) == rendered:
             shown[place] = 0
             probes.optional.add(place)
-        message[name] = value
+        owner[name] = value
     lost = [place for place, count in shown.items() if not count]
     if is_text:
         return [f"warning: a prompt in plain text does not show {place}" for place in lost]

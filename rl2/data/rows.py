@@ -16,22 +16,14 @@ from typing import Any, TextIO
 import pyarrow
 import pyarrow.parquet
 
-from rl2.data.formats import ReadRow, rename_columns
-from rl2.data.messages import abbreviate, describe_form
+from rl2.data.formats import CONVERSATIONS, ReadRow, rename_columns
+from rl2.data.messages import CONVERSATION_COLUMNS, abbreviate, describe_form
 from rl2.data.store import make_table, table_key
 from rl2.parallel.rank import is_first_rank
 
 MAX_LISTED_PROBLEMS = 5
 # Columns that may be JSON text: conversations and tools.
-PARSED_COLUMNS = (
-    "messages",
-    "prompt",
-    "conversations",
-    "completion",
-    "chosen",
-    "rejected",
-    "tools",
-)
+PARSED_COLUMNS = {*CONVERSATIONS, *CONVERSATION_COLUMNS, "tools"}
 DATASETS_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
@@ -50,7 +42,6 @@ def load_rows(
     split: str = "train",
     read: Callable[[dict], ReadRow] | None = None,
     columns: dict[str, str] | None = None,
-    limit: int | None = None,
 ) -> "Rows":
     """The rows of a data file, of a folder of data files, or of a data set of the hub.
 
@@ -60,32 +51,31 @@ def load_rows(
     data set may end in a configuration and in a split that is read in place of `split`:
     openai/gsm8k:main@train.
 
-    `tools`, and a list of messages in a column of conversations, may be JSON text, as in csv. Then
-    no row has a list in that column. Other text is plain text. All other cells of a csv file stay
-    text.
+    `tools`, and a list of messages in a column of conversations, may be JSON text, as in csv. Other
+    text is plain text. All other cells of a csv file stay text.
 
     `columns` renames columns, see `rename_columns`. `read(row)` is one of formats.py: it raises
-    ValueError for a row that does not suit. All rows, or the first `limit`, are read; then
-    ValueError lists the first problems, each with its file, row and column. Rows are counted by
-    the lines of a jsonl or csv file, from 1 in other formats. The first process prints, once, how
-    rows were read that are not in rl2's own form.
+    ValueError for a row that does not suit. After all rows ValueError lists the first problems,
+    each with its file, row and column. Rows are counted by the lines of a jsonl or csv file, from 1
+    in other formats. The first process prints, once, how rows were read that are not in rl2's own
+    form.
     """
     columns = columns or {}
     source = _find_source(path, split)
     key = None
-    if limit is None and (fingerprint := _fingerprint(source)):
+    if fingerprint := _fingerprint(source):
         key = table_key(path, fingerprint, pickle.dumps(read), sorted(columns.items()))
 
     def build() -> Iterator[dict]:
-        located_rows = itertools.islice(_read_rows(path, source), limit)
-        return check_rows(path, located_rows, read, columns, is_hub=not isinstance(source, list))
+        is_hub = not isinstance(source, list)
+        return check_rows(path, _read_rows(path, source), read, columns, is_hub)
 
     rows = Rows(make_table(key, build, f"read {path}"), path, key)
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     if is_first_rank():
         for note, about in rows.notes.items():
-            print(f"{note} ({about.count} of {len(rows)} rows, first {about.location})")
+            print(f"{note} ({about.count} of {len(rows)} rows, first {rows.locate(about.first)})")
     return rows
 
 
@@ -94,7 +84,6 @@ class Alike:
     """Rows that have something in common."""
 
     first: int  # the index of the first one
-    location: str  # of the first one, for messages
     count: int = 0
 
 
@@ -176,33 +165,22 @@ def check_rows(
     problems: dict[str, list[str]] = defaultdict(list)
     kinds: dict[tuple, Alike] = {}
     all_notes: dict[str, Alike] = {}
-    lists: dict[str, str] = {}  # the first row with a list in a column of conversations
-    texts: dict[str, str] = {}  # and the first one with JSON text of a list
     index = 0
     for location, raw_row in located_rows:
         try:
-            given = rename_columns(_unpack_row(raw_row), columns)
-            row = _parse_row(given, is_hub or isinstance(raw_row, pyarrow.RecordBatch))
-            for column in PARSED_COLUMNS:
-                if column != "tools" and isinstance(row.get(column), list):
-                    firsts = texts if isinstance(given[column], str) else lists
-                    firsts.setdefault(column, location)
+            row = rename_columns(_unpack_row(raw_row), columns)
+            row = _parse_row(row, is_hub or isinstance(raw_row, pyarrow.RecordBatch))
             row, notes = read(row) if read else (row, [])
             pickled = pickle.dumps(row)
         except (ValueError, RecursionError) as error:  # the latter of a value that is deep
             problems[str(error)].append(location)
             continue
-        kinds.setdefault(describe_form(row), Alike(index, location)).count += 1
+        kinds.setdefault(describe_form(row), Alike(index)).count += 1
         for note in notes:
-            all_notes.setdefault(note, Alike(index, location)).count += 1
+            all_notes.setdefault(note, Alike(index)).count += 1
         yield {"row": pickled, "location": location}
         index += 1
     check_problems(path, problems)
-    for column in texts.keys() & lists.keys():
-        raise ValueError(
-            f"{texts[column]}: column '{column}' is JSON text of messages, and {lists[column]} has "
-            "a list in it; write all rows in one way"
-        )
     yield {"row": pickle.dumps((list(kinds.values()), all_notes)), "location": ""}
 
 

@@ -5,6 +5,7 @@ The keys are those of the PPO trainer.
 
 import argparse
 import sys
+from itertools import islice
 
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = (
@@ -47,7 +48,8 @@ def main() -> None:
             raise ValueError("data.path has several sources: give the rows of one, data.path=ROWS")
         if isinstance(config.rollout.env_path, dict):
             raise ValueError("rollout.env_path has several envs: give one, rl2 env FILE")
-        rows = list(load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows))
+        all_rows = load_rows(data.path, "train", PROMPT_ROWS.read, data.columns)
+        rows = list(islice(all_rows, options.rows))
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config.rollout, rows, cases))
     except (ValueError, RuntimeError, OSError) as error:
