@@ -72,7 +72,6 @@ setup(
             "ruff",
             "setuptools>=77",
             "smolagents>=1.20",
-            "tensorboard",
             "trl>=1.16",
         ],
     },

@@ -207,7 +207,7 @@ def test_a_run_that_fails_ends_its_services(model, monkeypatch):
             self.is_open = False
 
     service = Service()
-    monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda *run: service})
+    monkeypatch.setattr(loggers, "start_wandb", lambda *run: service)
     with pytest.raises(RuntimeError, match="no network"):
         train_ppo(model, "run", **{"trainer.loggers": ["wandb"]})
     assert not service.is_open and os.path.exists("runs/run/report.html")

@@ -50,6 +50,7 @@ def test_the_schema_needs_no_heavy_import():
         (["rl2.trainer.sft", "--plan"], "rl2 plan"),
         (["rl2", "plan", "--prompt-tokens", "9"], "time/wait"),
         (["rl2.trainer.dpo", "actor.gradient_checkpointing=auto"], "rl2 plan"),
+        (["rl2.trainer.sft", "trainer.loggers=[tensorboard]"], "metrics.jsonl"),
         (["rl2.trainer.sft", "rollout.env_path=env.py", "rollout.a=1"], "trainer.eval_only=true"),
     ],
 )

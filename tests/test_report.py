@@ -12,7 +12,6 @@ import pytest
 from common import read_cases, run_main, write_jsonl
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
 from rl2.report.console import Console, warn_of_checkpoints
@@ -72,16 +71,15 @@ def test_metrics_that_json_cannot_hold_become_null(tmp_path):
 
 
 def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch, one_process):
-    class Service:
-        def __init__(self, *run):
-            self.run = run
+    def names(service, **keys):
+        monkeypatch.setattr(loggers, "start_wandb", lambda folder, config: service)
+        log = MetricsLog(Path("runs/x"), make_config(**keys), 3, num_steps=5)
+        return [logger if logger is service else type(logger) for logger in log.loggers]
 
-    table = {"works": Service, "cannot": lambda *run: None, "wandb": Service, "other": Service}
-    monkeypatch.setattr(loggers, "LOGGERS", table)
-    config = make_config(disable_wandb=True, loggers=["wandb", "cannot", "works"])
-    service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
-    assert isinstance(console, Console)
-    assert service.run == (Path("runs/x"), asdict(config), 3)
+    assert names("service", loggers=["wandb"]) == ["service", Console]
+    assert names(None, loggers=["wandb"]) == [Console]  # it says why
+    assert names("service", loggers=["wandb"], disable_wandb=True) == [Console]
+    assert names("service") == [Console], "the metrics leave the machine"
 
 
 def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
@@ -321,14 +319,14 @@ def test_wandb_gets_the_config_and_an_id_that_resumes_and_its_errors_do_not_stop
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = asdict(make_config(project="mine", experiment_name="first"))
-    assert start_wandb(tmp_path, config, 0) is None and "wandb login" in capsys.readouterr().out
+    assert start_wandb(tmp_path, config) is None and "wandb login" in capsys.readouterr().out
     wandb.key = "secret"
     for _ in range(2):  # the second one resumes the run folder
-        start_wandb(tmp_path, config, 0).log(4, {"step": 4, "reward/mean": 0.5})
+        start_wandb(tmp_path, config).log(4, {"step": 4, "reward/mean": 0.5})
     wandb.key = None
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "other").mkdir()
-    assert start_wandb(tmp_path / "other", config, 0) is not None
+    assert start_wandb(tmp_path / "other", config) is not None
     first, second, other = wandb.runs
     assert first == second and first["id"] and first["resume"] == "allow"
     assert (first["project"], first["name"]) == ("mine", "first")
@@ -339,28 +337,8 @@ def test_wandb_gets_the_config_and_an_id_that_resumes_and_its_errors_do_not_stop
         raise RuntimeError("the run was deleted")
 
     monkeypatch.setattr(wandb, "init", fail)
-    assert start_wandb(tmp_path, config, 0) is None
+    assert start_wandb(tmp_path, config) is None
     assert "the run was deleted" in capsys.readouterr().out
-
-
-def test_tensorboard_gets_metrics_and_a_resumed_run_replaces_steps(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = asdict(make_config())
-    for start_step, value in ((0, 1.0), (2, 2.0)):  # the second run resumes from step 2
-        service = loggers.TensorBoard(tmp_path, config, start_step)
-        for step in (start_step + 1, start_step + 2, start_step + 3):
-            service.log(step, {"step": step, "reward/mean": value})
-        service.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    values = [(event.step, event.value) for event in events.Scalars("reward/mean")]
-    assert values == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-    [config, *_] = events.Tensors("config/text_summary")
-    assert b"responses_per_prompt" in config.tensor_proto.string_val[0]
-
-
-def test_the_services_of_the_key_are_those_that_there_are():
-    assert list(schema_keys(PPOConfig)["trainer.loggers"].choices) == list(loggers.LOGGERS)
 
 
 def answer(number, group, reward, text, **others):

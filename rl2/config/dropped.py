@@ -32,6 +32,7 @@ DROPPED = {
     "--plan": "rl2 plan TRAINER key=value ...",
     "rl2 plan --prompt-tokens": "time/wait and time/step of a short run",
     "rl2 plan --answer-tokens": "time/wait and time/step of a short run",
+    "loggers=[tensorboard]": "[wandb], or the run's metrics.jsonl and report.html",
     "optimizer=adamw_8bit": "muon, which has one moment, or adamw with offload_optimizer=true",
     "/v1/responses": "chat/completions, as agents.OpenAIChatCompletionsModel does",
     "sft rollout.*": EVALUATE,

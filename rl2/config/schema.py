@@ -539,7 +539,7 @@ class TrainerConfig:
     loggers: list[str] = key(
         [],
         "services that receive config and metrics, beside metrics.jsonl",
-        choices=("wandb", "tensorboard"),
+        choices=("wandb",),
     )
     disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
     deterministic: bool | None = key(

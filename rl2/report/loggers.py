@@ -1,17 +1,13 @@
 """What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
-A service is a function in LOGGERS, by its name in trainer.loggers. It takes the run's folder, its
-config and the steps that are done already, and returns a Logger, or None where the service cannot
-be used, after printing why. Services see the config and the metrics, so none is used unless named.
+A service sees the config and the metrics, so none is used unless trainer.loggers names it.
 """
 
-import json
 import os
 import resource
 import secrets
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -73,8 +69,8 @@ class Wandb:
         self.run.finish()
 
 
-def start_wandb(folder: Path, config: Keys, start_step: int) -> Logger | None:
-    """Weights & Biases, where it is installed, logged in and can be reached."""
+def start_wandb(folder: Path, config: Keys) -> Logger | None:
+    """Weights & Biases; None, after printing why, where it cannot be used."""
     try:
         return Wandb(folder, config)
     except Exception as error:  # also: the run of this id was deleted there
@@ -83,32 +79,6 @@ def start_wandb(folder: Path, config: Keys, start_step: int) -> Logger | None:
             "(pip install -U wandb, wandb login, or trainer.disable_wandb=true)"
         )
         return None
-
-
-class TensorBoard:
-    """Event files in the run folder. The steps that a resumed run repeats replace the old ones."""
-
-    def __init__(self, folder: Path, config: Keys, start_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        first_step = start_step + 1 if start_step else None
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-        text = json.dumps(config, indent=2, default=str)
-        self.writer.add_text("config", textwrap.indent(text, "    "), start_step)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-LOGGERS: dict[str, Callable[[Path, Keys, int], Logger | None]] = {
-    "wandb": start_wandb,
-    "tensorboard": TensorBoard,
-}
 
 
 class MetricsLog:
@@ -134,10 +104,8 @@ class MetricsLog:
         self.loggers: list[Logger] = []
         self.health = Health(folder, config, start_step)
         if dist.get_rank() == 0:
-            for name in dict.fromkeys(config.trainer.loggers):
-                if name == "wandb" and config.trainer.disable_wandb:
-                    continue
-                if logger := LOGGERS[name](folder, asdict(config), start_step):
+            if "wandb" in config.trainer.loggers and not config.trainer.disable_wandb:
+                if logger := start_wandb(folder, asdict(config)):
                     self.loggers.append(logger)
             self.loggers.append(Console(config, num_steps))
             self.file = MetricsFile(folder)

@@ -40,7 +40,6 @@ OF_A_RUN = (
     BEST_MODEL,
     "metrics.jsonl",
     "rollouts",
-    "tensorboard",
     "*_id",  # a new run has a new name in the services that show it
 )
 
