@@ -1,5 +1,6 @@
 """What PPO samples with: data, environments, tokenizer, and an engine that plays."""
 
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from rl2.config.conditions import (
     loads_teacher,
     needs_critic,
 )
-from rl2.config.engines import choose_engine
+from rl2.config.engines import ENGINES, choose_engine
 from rl2.config.schema import (
     ActorConfig,
     PPOConfig,
@@ -30,7 +31,6 @@ from rl2.config.schema import (
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
@@ -60,6 +60,11 @@ from rl2.run.folder import RunFolder
 # trainer for the weights that it sends.
 SHARE_BESIDE_TRAINER = 0.6
 SHARE_OF_OWN_GPU = 0.85
+# Sequences that an engine decodes at a time, where rollout.max_running is not set. A step of SGLang
+# or vLLM on a GPU hardly takes longer with four times as many, and those that have no room for
+# their keys and values wait. The embedded engine has that room for all of them from the start.
+MAX_RUNNING = 64
+MAX_RUNNING_ON_GPU = 256
 
 
 class Teacher(Protocol):
@@ -243,7 +248,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     share = rollout.gpu_memory_utilization
     if share == "auto":
         share = SHARE_BESIDE_TRAINER if setup.link is None else SHARE_OF_OWN_GPU
-    max_running = rollout.max_running or default_max_running(rollout.engine, setup.device)
+    kind, reason = choose_engine(rollout.engine)
     settings = EngineSettings(
         model_name=config.actor.model_name,
         dtype=compute_dtype(config.actor.dtype, setup.device),
@@ -254,16 +259,23 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         world_size=dist.get_world_size(),
         adapters=_choose_adapters(config),
         with_experts=config.actor.routing_replay and not config.trainer.eval_only,
-        max_running_requests=max_running,
+        max_running_requests=rollout.max_running or default_max_running(kind, setup.device),
         exact=choose_exactness(config).is_on,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=share,
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
     )
-    engine = make_engine(rollout.engine, settings)
+    if is_first_rank():
+        print(f"rollout engine: {kind}, {reason}")
+    engine: Engine = pkgutil.resolve_name(ENGINES[kind])(settings)
     cleanup.register(engine.close, at_exit=False)  # also where the run fails
     return engine
+
+
+def default_max_running(kind: str, device: torch.device) -> int:
+    """rollout.max_running of an engine of this kind, where it is not set."""
+    return MAX_RUNNING if kind == "local" or device.type == "cpu" else MAX_RUNNING_ON_GPU
 
 
 def _choose_adapters(config: PPOConfig) -> ActorConfig | None:

@@ -427,9 +427,9 @@ class Reference:
     def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """As `Worker.infer`, where the routers choose."""
         worker = self.worker
-        batch = replace(batch, experts=None)
+        # With old log-probabilities nothing is compared with the engine, which has other weights.
+        batch = replace(batch, experts=None, old_logps=batch.engine_logps)
         with ExitStack() as stack:
             for part in worker.model.attachments:
                 stack.enter_context(part.at_start(worker.model, worker.memory))
-            stack.enter_context(worker.engine_check.paused())  # the engine has the worker's weights
             return worker.infer(batch, temperature)

@@ -19,8 +19,8 @@ from rl2.engine.base import Engine, EngineSettings, SamplingParams, check_reques
 from rl2.engine.cache import DenseKVCache, KVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample_rows, uniform_noise
-from rl2.engine.select import default_max_running
 from rl2.engine.vllm_start import engine_arguments
+from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
@@ -173,20 +173,16 @@ def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "expected"),
+    ("kind", "device", "expected"),
     [
         ("sglang", "cuda", 256),
         ("vllm", "cuda", 256),
         ("sglang", "cpu", 64),
         ("local", "cuda", 64),
-        ("auto", "cpu", 64),
     ],
 )
-def test_an_engine_decodes_as_many_sequences_as_its_device_likes(
-    monkeypatch, name, device, expected
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    assert default_max_running(name, torch.device(device)) == expected
+def test_an_engine_decodes_as_many_sequences_as_its_device_likes(kind, device, expected):
+    assert default_max_running(kind, torch.device(device)) == expected
 
 
 def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llama):

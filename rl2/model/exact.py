@@ -7,8 +7,6 @@ Shapes: P scored pairs, n rows, E hidden size, V vocabulary.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,19 +125,11 @@ class EngineCheck:
         self.exactness = exactness
         self.has_warned = False
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which nothing is compared: the model has other weights than the engine."""
-        exactness, self.exactness = self.exactness, Exactness.ASSUMED
-        try:
-            yield
-        finally:
-            self.exactness = exactness
-
     def compare(self, batch: Batch, pack: Pack, logps: Tensor) -> None:
         """Compares the pairs [P] of `pack`, which has packed the rows of `batch`.
 
-        Nothing is compared once the batch has old log-probabilities: then newer weights score it.
+        Nothing is compared once the batch has old log-probabilities: then other weights than those
+        that sampled may score it.
         RuntimeError for a difference if equal bits are demanded; else the first one is a warning.
         """
         if self.exactness not in (Exactness.TRIED, Exactness.DEMANDED):

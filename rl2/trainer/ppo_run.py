@@ -29,7 +29,6 @@ from rl2.config.schema import (
 from rl2.env.load import Functions
 from rl2.inputs import count_steps
 from rl2.parallel.rank import is_first_rank
-from rl2.parallel.worlds import Link
 from rl2.ppo_setup import Teacher, set_up, start_engine
 from rl2.recorder import Recorder
 from rl2.report.loggers import MetricsLog
@@ -101,7 +100,12 @@ class PPORun:
         if saved is not None:
             self.sampling = saved
         elif setup.link is not None:
-            self.sampling = self._make_samplers(setup.link, num_steps)
+            self.sampling = Samplers(
+                setup.link,
+                num_steps,
+                max_staleness=config.rollout.max_staleness or 1,
+                old_policy_is_sampler=old_policy_is_sampler(config),
+            )
         else:
             self.sampling = start_engine(setup, num_steps)
         objects: dict[str, Stateful] = {"data": self.sampling}
@@ -115,14 +119,6 @@ class PPORun:
             num_steps=num_steps,
             device=setup.device,
             evaluate=self.evaluate if setup.tests and saved is None else None,
-        )
-
-    def _make_samplers(self, link: Link, num_steps: int) -> Samplers:
-        return Samplers(
-            link,
-            num_steps,
-            max_staleness=self.config.rollout.max_staleness or 1,
-            old_policy_is_sampler=old_policy_is_sampler(self.config),
         )
 
     def _open_saved_rollouts(self) -> SavedRollouts | None:
@@ -193,13 +189,9 @@ class PPORun:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
         return self.sampling.evaluate(step, self.actor.version)
 
-    def close(self) -> None:
-        """Ends the engines and the environment."""
-        self.sampling.close()
-
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
-        self.close()
+        self.sampling.close()
         self.recorder.finish(self.actor)
 
 
