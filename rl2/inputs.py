@@ -1,9 +1,7 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
-from dataclasses import replace
 from datetime import date
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.schema import (
@@ -16,9 +14,7 @@ from rl2.config.schema import (
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, Mixture, RowKind, describe_steps, hold_out
 from rl2.data.rows import Rows, load_rows
-from rl2.model.attachment import ModelSettings
 from rl2.model.folder import check_length as check_num_positions
-from rl2.model.load import check_attachments
 from rl2.parallel.rank import print_once
 from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
 from rl2.run.folder import RunFolder
@@ -115,16 +111,6 @@ def count_steps(examples: Mixture, folder: RunFolder) -> int:
     folder.end_if_done(steps)
     print_once(describe_steps(examples, steps))
     return steps
-
-
-def check_lora(config: Config) -> None:
-    """ValueError for adapters that the models cannot have. It reads no weights."""
-    for worker in worker_names(config):
-        section = getattr(config, worker)
-        if section.lora_rank:
-            section = replace(section, model_name=model_name(config, worker))
-            is_critic = worker == "critic"
-            check_attachments(ModelSettings(section, torch.float32, is_critic, trainable=True))
 
 
 def make_chat_template(

@@ -34,7 +34,7 @@ from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
-from rl2.inputs import check_lora, make_chat_template
+from rl2.inputs import make_chat_template
 from rl2.model.folder import (
     check_model,
     check_tokens,
@@ -102,7 +102,6 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         check_model("critic.model_name", config.critic.model_name, critic=True)
     if loads_teacher(config):
         check_tokens("teacher.model_name", teacher_model(config).model_name, tokenizer)
-    check_lora(config)
     if config.trainer.eval_only and choose_engine(config.rollout.engine)[0] != "local":
         check_weight_files(config.actor.model_name)
     rows, envs = read_ppo_inputs(config, functions)

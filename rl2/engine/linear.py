@@ -51,8 +51,6 @@ def can_pack(dtype: torch.dtype) -> bool:
     ops = torch.ops.mkldnn
     if dtype == torch.bfloat16:
         return ops._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return ops._is_mkldnn_fp16_supported()
     return dtype == torch.float32
 
 

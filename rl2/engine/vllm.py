@@ -58,14 +58,9 @@ class _Request:
 
 
 class VLLMEngine(Engine):
-    """One engine a rank. `engine_args` are further arguments of vLLM's EngineArgs.
-
-    ValueError for a `tp_size` above 1.
-    """
+    """One engine a rank. `engine_args` are further arguments of vLLM's EngineArgs."""
 
     def __init__(self, settings: EngineSettings):
-        if settings.tp_size > 1:
-            raise ValueError(f"tp_size={settings.tp_size}: vLLM has one engine a rank here")
         self.index = settings.rank
         self.count = settings.world_size
         self.device = settings.device

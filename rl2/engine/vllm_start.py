@@ -42,11 +42,9 @@ SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes i
 def start_engine(settings: EngineSettings, model: PreTrainedModel) -> Any:
     """Returns vLLM's LLMEngine. `model` is that of the trainer.
 
-    RuntimeError with vLLM's reason if it does not start, ValueError for adapters and for a model of
-    a kind that has not been tried.
+    RuntimeError with vLLM's reason if it does not start, ValueError for a model of a kind that has
+    not been tried.
     """
-    if settings.adapters is not None:
-        raise ValueError("vLLM is sent merged weights, no adapters")
     _check_kind(settings, model)
     with _preserved_process(settings.device), expecting(SECONDS_TO_START):
         _set_variables(settings)

@@ -34,7 +34,7 @@ class HeadInputs:
     divisor: float = 1.0  # of the logits: the temperature, times the model's own divisor
     bias: Tensor | None = None  # [V], or this process's part
     cap: float | None = None  # of the logits before their division
-    candidates: CandidateMask | None = None  # of `candidate_mask`: each softmax is among these
+    candidates: CandidateMask | None = None  # each softmax is among these
 
     @property
     def settings(self) -> LogitSettings:
@@ -82,21 +82,6 @@ def head_scores(
     )
     columns = (head.hidden, head.weight, head.bias, targets)
     return _Head.apply(*columns, head.settings, with_entropy, keeps_logits, exact, group)
-
-
-def candidate_mask(
-    counts: Tensor | None, ids: Tensor | None, num_columns: int, group: dist.ProcessGroup | None
-) -> CandidateMask | None:
-    """The candidates of each pair, as columns of this process's part of the vocabulary.
-
-    The softmax of pair i is among counts[i] tokens; 0 is the whole vocabulary. `ids` has the tokens
-    of all pairs, one pair after the other. `num_columns` is the size of the part; the parts are in
-    order of rank in `group`. None if one of the two is None.
-    """
-    if counts is None or ids is None:
-        return None
-    offset = num_columns * dist.get_rank(group) if group else 0
-    return CandidateMask.of(counts, ids - offset)
 
 
 class _Head(torch.autograd.Function):

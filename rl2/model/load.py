@@ -116,12 +116,6 @@ def load_model(
     return model
 
 
-def check_attachments(settings: ModelSettings) -> None:
-    """ValueError if the model cannot have what its settings ask for. It reads no weights."""
-    config, model_class = _read_class(settings.config.model_name, settings.critic)
-    attach_all(settings, _build(model_class, config, settings.dtype))
-
-
 def _build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The Hugging Face model without memory, with the attention of rl2."""
     with init_empty_weights(include_buffers=False):

@@ -146,11 +146,6 @@ def inject_for_engine(hf: PreTrainedModel, config: WorkerConfig, dtype: torch.dt
             parameter.data = parameter.data.to(dtype)
 
 
-def base_name(name: str) -> str:
-    """The Hugging Face name of a weight that is no adapter's."""
-    return name.replace(BASE, ".")
-
-
 def _make_config(hf: PreTrainedModel, config: WorkerConfig) -> Any:
     from peft import LoraConfig
 
@@ -261,7 +256,7 @@ def merged(hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
     for name, parameter in track(list(hf.named_parameters()), "weights"):
         if is_adapter(name):
             continue
-        hf_name = base_name(name)
+        hf_name = name.replace(BASE, ".")
         layer = layers.get(name.removesuffix(f"{BASE}weight"))
         if layer is None:
             yield hf_name, read_weight(parameter)

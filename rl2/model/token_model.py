@@ -22,12 +22,12 @@ from rl2.model.attachment import Attachment, Read
 from rl2.model.classes import idle_parts
 from rl2.model.head import (
     HeadInputs,
-    candidate_mask,
     full_kl,
     head_scores,
     logit_cap,
     logit_divisor,
 )
+from rl2.model.logits import CandidateMask
 from rl2.progress import track
 
 
@@ -142,15 +142,18 @@ class TokenModel(nn.Module):
         if self.tp is not None:
             weight = weight.to_local()
             bias = None if bias is None else bias.to_local()
+        candidates = None
+        if pack.candidate_counts is not None and pack.candidate_ids is not None:
+            # As columns of this process's part of the vocabulary; the parts are in order of rank.
+            offset = len(weight) * dist.get_rank(self.tp) if self.tp else 0
+            candidates = CandidateMask.of(pack.candidate_counts, pack.candidate_ids - offset)
         return HeadInputs(
             hidden=hidden,
             weight=weight,
             divisor=temperature * self.logit_divisor,
             bias=bias,
             cap=self.logit_cap,
-            candidates=candidate_mask(
-                pack.candidate_counts, pack.candidate_ids, len(weight), self.tp
-            ),
+            candidates=candidates,
         )
 
     def _hidden(self, pack: Pack) -> Tensor:

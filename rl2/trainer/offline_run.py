@@ -12,7 +12,6 @@ from rl2.config.conditions import compares_pairs
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind
 from rl2.inputs import (
-    check_lora,
     count_steps,
     make_chat_template,
     read_examples,
@@ -53,7 +52,6 @@ class OfflineRun:
         key = f"{self.worker_name}.model_name"
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
-        check_lora(config)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(examples, folder)
