@@ -23,7 +23,7 @@ if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
         bitsandbytes hypothesis peft pytest pytest-xdist torch transformers -e .
     echo "$fingerprint" >"$env/installed"
 fi
-run_tests "$env" tests/test_{trainer,worker}.py "${engine_files[@]}" tests/cuda "$@"
+run_tests "$env" tests/test_{trainer,worker,gpu_paths}.py "${engine_files[@]}" "$@"
 
 # Its versions are between the oldest and the newest, so what the engine needs is enough.
 source tests/sglang/install.sh # sets env

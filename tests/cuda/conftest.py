@@ -1,6 +1,0 @@
-"""tests/cuda imports the helpers of tests/."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,423 @@
+"""The paths of GPUs without one: every layout and every kind of worker lives through all that a run
+asks of it, on a device without memory. What is counted: bytes, copies, and waits of the host.
+"""
+
+import gc
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from planned_worker import (
+    SLACK_BYTES,
+    WAITS_OF_AN_UPDATE,
+    Watch,
+    fake_gpu,
+    policy_loss,
+    value_loss,
+)
+from shapes import make_config
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rl2.engine.cache import DenseKVCache, KVCache
+from rl2.parallel import offload
+from rl2.parallel.device import PLANNED_DEVICE, copy_to_device
+from rl2.tools.planned_device import planned_device
+
+# (processes, keys). All kinds of workers live in the first ones, two of them in the others.
+LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (8, {"fsdp_size": 2, "sp_size": 2}),
+    (1, {}),
+    (8, {}),
+    (64, {"fsdp_size": 4, "sp_size": 4, "tp_size": 2}),
+]
+FURTHER_LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (8, {"fsdp_size": 2}),
+    (8, {"sp_size": 8}),
+    (8, {"tp_size": 8}),
+    (8, {"sp_size": 2, "tp_size": 2}),
+    (64, {}),
+    (64, {"fsdp_size": 8}),
+    (64, {"sp_size": 8}),
+    (64, {"tp_size": 8}),
+]
+
+
+@dataclass
+class Role:
+    """A kind of worker."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    critic: bool = False
+    model: str = "small"
+
+
+OFFLOAD = {"offload_model": True, "offload_optimizer": True}
+ROLES = {
+    "actor": Role(),
+    "critic": Role(critic=True),
+    "windows": Role(model="small-windows"),
+    "lora": Role({"lora_rank": 4}),
+    "compiled": Role({"compile": True}),
+    "offload_model": Role({"offload_model": True}),
+    "offload_optimizer": Role({"offload_optimizer": True}),
+    "offload_both": Role(OFFLOAD),
+    "offload_lora": Role({**OFFLOAD, "lora_rank": 4}),
+    "offload_critic": Role(OFFLOAD, critic=True),
+}
+BY_DAY = ("actor", "critic", "offload_both", "offload_lora")  # in the first layout
+TOKENS = 512
+
+
+def list_lives():
+    """(role, processes, layout) of every worker that lives."""
+    lives = []
+    for world, keys in LAYOUTS + FURTHER_LAYOUTS:
+        in_all = (world, keys) in LAYOUTS
+        for name in ROLES if in_all else ("actor", "offload_both"):
+            if name == "compiled" and "tp_size" in keys:
+                continue  # which is refused
+            by_day = name in BY_DAY and (world, keys) == LAYOUTS[0]
+            marks = [] if by_day else [pytest.mark.nightly]
+            layout = "-".join(f"{key}={value}" for key, value in keys.items())
+            lives.append(
+                pytest.param(name, world, keys, marks=marks, id=f"{name}-{world}-{layout}")
+            )
+    return lives
+
+
+@pytest.mark.parametrize("name, world, keys", list_lives())
+def test_a_worker_lives(name, world, keys):
+    with fake_gpu(world, rank=world - 1) as gpu:
+        live(gpu, ROLES[name], keys)
+        gc.collect()  # models are cyclic
+        assert gpu.bytes <= SLACK_BYTES, f"{gpu.bytes} bytes are left behind"
+
+
+def live(gpu, role, keys):
+    settings = {"max_length_per_device": TOKENS, **keys, **role.keys}
+    worker = gpu.worker(role.model, role.critic, **settings)
+    check_devices(worker)
+    batch = gpu.batch(worker, TOKENS, packs=2, answers=4)
+    check_inference(gpu, worker, batch, role.critic)
+    steady = check_update(gpu, worker, batch, role.critic)
+    check_devices(worker)
+    check_weights(gpu, worker, role)
+    state = worker.state_dict()
+    worker.load_state_dict(state)
+    del state
+    check_devices(worker)
+    assert check_update(gpu, worker, batch, role.critic) == steady
+    check_devices(worker)
+
+
+def moment_devices(worker):
+    """The devices of the optimizer's moments."""
+    shards = [
+        shard for shard_of in worker.optimizer.moments.values() for shard in shard_of.values()
+    ]
+    return {shard.device for shard in shards}
+
+
+def check_devices(worker):
+    """Where weights and moments are between two calls of the worker."""
+    device = torch.device("cpu") if worker.config.offload_optimizer else PLANNED_DEVICE
+    assert moment_devices(worker) == {device}
+    storages = [p._local_tensor.untyped_storage() for p in worker.model.parameters()]
+    on_device = sum(storage.nbytes() for storage in storages)  # none of a model in host memory
+    assert (on_device == 0) == worker.config.offload_model
+
+
+def check_inference(gpu, worker, batch, is_critic):
+    before = gpu.bytes
+    with Watch() as seen:
+        scores = worker.infer(batch, 0.7, with_entropy=True)
+    columns = [scores.values] if is_critic else [scores.logps, scores.entropy]
+    for column in columns:
+        assert column.shape == batch.mask.shape and column.device == torch.device("cpu")
+    assert gpu.bytes == before
+    assert seen.waits.total() <= len(columns), seen.waits
+
+
+def check_update(gpu, worker, batch, is_critic):
+    """Bytes on the GPU after an update."""
+    with Watch() as seen:
+        result = worker.update(batch, value_loss if is_critic else policy_loss, 0.7, not is_critic)
+    assert not result.skipped and result.lr > 0
+    assert seen.waits.total() <= WAITS_OF_AN_UPDATE, seen.waits
+    return gpu.bytes
+
+
+def check_weights(gpu, worker, role):
+    """They are those of the model as Hugging Face has it."""
+    auto = AutoModelForSequenceClassification if role.critic else AutoModelForCausalLM
+    config = make_config(role.model, num_labels=1)
+    with torch.device("meta"):
+        hf = auto.from_config(config)
+    before = gpu.bytes
+    shapes = {}
+    for name, weight in worker.iter_full_weights(torch.bfloat16):
+        assert weight.dtype == torch.bfloat16 and weight.device == PLANNED_DEVICE, name
+        shapes[name] = weight.shape
+        del weight
+    assert shapes == {name: parameter.shape for name, parameter in hf.named_parameters()}
+    assert gpu.bytes == before
+
+
+@pytest.mark.parametrize("name", ["actor", "offload_both", "offload_optimizer"])
+def test_a_resumed_run_has_its_state_where_the_first_run_had_it(name, tmp_path):
+    """A checkpoint, or the optimizer of optimizer_dir, goes to a worker without an update."""
+    keys = {"max_length_per_device": TOKENS, **ROLES[name].keys}
+    with fake_gpu(8) as gpu:
+        first = gpu.worker(**keys)
+        batch = gpu.batch(first, TOKENS)
+        steady = check_update(gpu, first, batch, False)
+        del first
+        gc.collect()
+        for others in {}, {"optimizer_dir": str(tmp_path)}:
+            resumed = gpu.worker(**keys, **others)
+            if not others:
+                resumed.load_state_dict(resumed.state_dict())
+            check_devices(resumed)
+            assert check_update(gpu, resumed, batch, False) == steady
+            check_devices(resumed)
+            del resumed
+            gc.collect()
+
+
+@pytest.mark.parametrize("keys", [{}, {"offload_model": True}, {"lora_rank": 4}])
+def test_the_reference_model_is_frozen_and_in_bf16(keys):
+    with fake_gpu(8) as gpu:
+        worker = gpu.worker(max_length_per_device=TOKENS, **keys)
+        batch = gpu.batch(worker, TOKENS)
+        before = gpu.bytes + gpu.host.bytes
+        reference = worker.reference()
+        grown = gpu.bytes + gpu.host.bytes - before
+        if "lora_rank" in keys:
+            assert grown == 0  # the same weights, with the adapters off
+        else:
+            ours = sum(p.to_local().nbytes for p in worker.model.parameters())
+            assert ours / 2 <= grown <= ours / 2 + SLACK_BYTES
+        before = gpu.bytes
+        scores = reference.infer(batch)
+        assert scores.logps.shape == batch.mask.shape and gpu.bytes == before
+
+
+# Host memory
+
+
+def test_copies_to_a_gpu_come_from_page_locked_memory():
+    """All other tests count on it: they see the copies of these functions, and not the memory."""
+    locked, copied = [], []
+
+    def pin_memory(tensor):
+        locked.append(tensor.clone())
+        return locked[-1]
+
+    def to(tensor, *arguments, **options):
+        copied.append((tensor, arguments, options))
+
+    device = torch.device("cuda", 0)
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.Tensor, "pin_memory", pin_memory),
+        mock.patch.object(offload, "_pin", locked.append),
+    ):
+        with mock.patch.object(torch.Tensor, "to", to):
+            copy_to_device(torch.empty(8), device)
+        [(source, arguments, options)] = copied
+        assert source is locked.pop() and arguments == (device,) and options["non_blocking"]
+        likes = [torch.empty(3, 5, device=device), torch.empty(7, device=device)]
+        tensors = offload.empty_on_host(likes)
+        [block] = locked
+        for tensor, like in zip(tensors, likes, strict=True):
+            assert tensor.device.type == "cpu" and tensor.shape == like.shape
+            assert tensor.untyped_storage()._cdata == block.untyped_storage()._cdata
+
+
+def test_only_what_changed_is_copied_back_and_nothing_waits():
+    with fake_gpu() as gpu:
+        worker = gpu.worker(max_length_per_device=TOKENS, **OFFLOAD)
+        batch = gpu.batch(worker, TOKENS, packs=2)
+        size = sum(4 * parameter.numel() for parameter in worker.model.parameters())
+        assert gpu.bytes < SLACK_BYTES
+        for _ in range(2):
+            with Watch() as seen:
+                worker.infer(batch)
+            assert seen.copied["to host"] == batch.mask.numel() * 4
+            assert seen.waits.total() == 1, seen.waits
+            with Watch() as seen:
+                worker.update(batch, policy_loss)
+            assert seen.waits.total() <= WAITS_OF_AN_UPDATE, seen.waits
+            assert 3 * size <= seen.copied["to host"] < 3 * size + 100
+            # The moments come while the step goes on.
+            assert seen.beside == {"to device": 2 * size}
+            with Watch() as seen:
+                for _, weight in worker.iter_full_weights(torch.bfloat16):
+                    del weight
+            assert seen.copied == {"to device": size} and not seen.waits
+            assert gpu.bytes < SLACK_BYTES
+
+
+def test_adapters_go_back_and_frozen_weights_do_not():
+    with fake_gpu() as gpu:
+        worker = gpu.worker(max_length_per_device=TOKENS, lora_rank=4, **OFFLOAD)
+        batch = gpu.batch(worker, TOKENS)
+        trained = sum(4 * parameter.numel() for parameter in worker.trained_parameters.values())
+        with Watch() as seen:
+            worker.update(batch, policy_loss)
+        assert 3 * trained <= seen.copied["to host"] < 3 * trained + 100
+
+
+@pytest.mark.parametrize("keys", [{"offload_optimizer": True}, OFFLOAD])
+def test_a_checkpoint_of_state_in_host_memory_takes_no_memory_of_the_gpu(keys):
+    """Neither before the first update nor after it, while it is saved and restored.
+
+    The host waits for the copies of the moments before it reads them.
+    """
+    with fake_gpu() as gpu:
+        worker = gpu.worker(max_length_per_device=TOKENS, **keys)
+        batch = gpu.batch(worker, TOKENS)
+        for _ in range(2):
+            gpu.memory.reset_peak()
+            before = gpu.bytes
+            with Watch() as seen:
+                state = worker.state_dict()
+            assert any(wait.startswith("synchronize") for wait in seen.waits)
+            worker.load_state_dict(state)
+            assert gpu.memory.peak <= before + SLACK_BYTES
+            check_devices(worker)
+            worker.update(batch, policy_loss)
+
+
+def test_ranks_that_do_not_read_the_model_have_no_host_copy_of_it():
+    with fake_gpu(8, rank=1) as gpu:
+        with Watch() as seen:
+            worker = gpu.worker()
+        largest = max(4 * parameter.numel() for parameter in worker.model.parameters())
+        # accelerate makes one weight after the other, and drops it.
+        assert gpu.host.peak <= largest + SLACK_BYTES
+    assert seen.copied["to device"] < SLACK_BYTES
+
+
+# The order of work
+
+
+def order_of_work(seen):
+    """The gathers of weights and the attention kernels."""
+    names = {"flash_attention": "attention", "allgather": "gather"}
+    events = []
+    for operator in seen.work:
+        for part, event in names.items():
+            if part in operator:
+                events.append("backward" if "backward" in operator else event)
+    return events
+
+
+def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes():
+    with fake_gpu(8) as gpu:
+        worker = gpu.worker(max_length_per_device=256)
+        batch = gpu.batch(worker, tokens=256)
+        worker.infer(batch)
+        with Watch() as seen:
+            worker.infer(batch)
+    # The embedding and the head, and both layers; then each layer's attention.
+    assert order_of_work(seen) == ["gather", "gather", "gather", "attention", "attention"]
+
+
+@pytest.mark.parametrize("sp_size, recomputed", [(1, True), (2, 1)])  # of two layers
+def test_a_layer_that_runs_again_does_not_compute_its_attention_again(sp_size, recomputed):
+    def update(gradient_checkpointing):
+        with fake_gpu(4) as gpu:
+            worker = gpu.worker(
+                max_length_per_device=1024,
+                sp_size=sp_size,
+                gradient_checkpointing=gradient_checkpointing,
+            )
+            batch = gpu.batch(worker, tokens=1024, answers=4)
+            worker.update(batch, policy_loss)
+            gpu.memory.reset_peak()
+            with Watch() as seen:
+                worker.update(batch, policy_loss)
+            return order_of_work(seen), seen.work.count("send"), gpu.memory.peak
+
+    events, messages, peak = update(recomputed)
+    plain_events, plain_messages, plain_peak = update(False)
+    for kind in ("attention", "backward"):
+        assert events.count(kind) == plain_events.count(kind) > 0
+    assert messages == plain_messages and (messages > 0) == (sp_size > 1)  # of the ring
+    assert peak < plain_peak
+
+
+# The cache of the embedded engine
+
+# Questions and views.
+NO_KERNELS = {"device", "view", "_unsafe_view", "select", "slice", "expand", "transpose", "permute"}
+NO_KERNELS |= {"unsqueeze", "t", "detach", "alias", "split", "unflatten", "flatten", "reshape"}
+
+
+def decode(cache, num_layers, slots=64, position=1000):
+    """The work of a step's attention in all layers, after one that made the memory."""
+    positions = torch.full((slots,), position, device=PLANNED_DEVICE)
+    shapes = ((slots, 12, 1, 128), (slots, 2, 1, 128), (slots, 2, 1, 128))
+    heads = [torch.randn(shape, device=PLANNED_DEVICE, dtype=torch.bfloat16) for shape in shapes]
+    for step in range(2):
+        with Watch() as seen:
+            cache.begin_step(positions + step, position + step)
+            for layer in range(num_layers):
+                out = cache(SimpleNamespace(layer_idx=layer), *heads, 0.1)
+        assert out.shape == (slots, 1, 12, 128) and out.device == PLANNED_DEVICE
+        assert out.dtype == torch.bfloat16
+    return seen
+
+
+def test_a_layer_takes_few_kernels_and_never_waits():
+    counts = {}
+    with planned_device(1), torch.inference_mode():
+        for kind in (DenseKVCache, KVCache):
+            seen = decode(kind(64), num_layers=4)
+            counts[kind] = sum(name not in NO_KERNELS for name in seen.work) / 4
+            assert not seen.waits, seen.waits
+    # The writes of keys and of values, the attention, and a share of what all layers need.
+    assert counts[DenseKVCache] < 6 and counts[KVCache] > 60, counts
+
+
+# What this file counts, in programs whose answer is known
+
+
+def test_copies_and_waits_are_counted():
+    with fake_gpu(8, rank=3):
+        tensor = torch.ones(64)
+        with Watch() as seen:
+            on_device = tensor.to(PLANNED_DEVICE, non_blocking=True)  # not page-locked
+            with torch.cpu.stream(None):
+                tensor.copy_(on_device, non_blocking=True)
+            on_device.to("cpu", non_blocking=True)  # which torch makes in page-locked memory
+            on_device.cpu()
+        assert seen.copied == {"to device": 256, "to host": 768}
+        assert seen.beside == {"to host": 256}
+        assert seen.waits == {"copy to device at ": 1, "copy to host at ": 2}
+        with Watch() as seen:
+            copy_to_device(tensor, PLANNED_DEVICE)
+            torch.tensor([1, 2], device=PLANNED_DEVICE)
+            on_device.sum().item()
+            on_device[:3].tolist()
+            torch.cpu.synchronize()
+        assert sorted(wait.removesuffix(" at ") for wait in seen.waits.elements()) == [
+            "copy to device",
+            "item",
+            "synchronize",
+            "tolist",
+        ]
+        with Watch() as seen:
+            torch.distributed.all_reduce(on_device)
+        assert seen.work == ["allreduce_"] and not seen.waits
+        assert torch.distributed.get_rank() == 3 and torch.distributed.get_world_size() == 8
+        with Watch():
+            with pytest.raises(DynamicOutputShapeException):
+                on_device[on_device > 0]
+            with pytest.raises(AssertionError, match="_foreach_mul_ got tensors on"):
+                torch._foreach_mul_([on_device, tensor], 2)
