@@ -195,8 +195,8 @@ def save_layouts(update, layouts, name, out):
     dist.barrier()
 
 
-def main(name, out, family):
-    device = init_distributed()
+def update_in_all_layouts(name, family, device):
+    """The results of `two_steps` in every layout of this world size. All processes call."""
     batch = make_batch()
     results = {}
     world = dist.get_world_size()
@@ -229,6 +229,11 @@ def main(name, out, family):
             lora_rank=3,
             lora_alpha=5.0,
         )
+    return results
+
+
+def main(name, out, family):
+    results = update_in_all_layouts(name, family, init_distributed())
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()

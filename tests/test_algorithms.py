@@ -381,11 +381,6 @@ def test_gae(seed, gamma, lamda):
     assert_cells(returns, expected_returns)
 
 
-def test_two_tokens_are_whitened():
-    whitened = whiten(torch.tensor([[1.0, 3.0]]), torch.ones(1, 2))
-    assert whitened[0].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
-
-
 # Averages
 
 
