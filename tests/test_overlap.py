@@ -23,7 +23,7 @@ from common import (
 from safetensors.torch import load_file
 
 from rl2.parallel.worlds import Channel
-from rl2.rollout.overlap import Answer, Handover, Samplers
+from rl2.rollout.overlap import Handover, Samplers
 
 PPO = ("-m", "rl2.trainer.ppo")
 # Answers wait for a time that depends on the process and the answer, and so does nothing else.
@@ -218,7 +218,7 @@ class Recorded:
 
     def receive_answer(self):
         handover = pickle.dumps(Handover([], rows_done=3))
-        return pickle.dumps(Answer((handover, b"")))
+        return pickle.dumps(((handover, b""), None))
 
 
 def make_samplers(num_steps=9, max_staleness=1):

@@ -38,14 +38,6 @@ class Handover:
     rows_done: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the samplers answer: a value, or why there is none."""
-
-    value: Any = None
-    error: str | None = None
-
-
 class Samplers(Sampling):
     """The processes that sample, as the trainers see them. All trainers make the same calls.
 
@@ -149,10 +141,10 @@ class Samplers(Sampling):
 
         RuntimeError in the samplers' words if they failed.
         """
-        answer: Answer = pickle.loads(self.link.receive_answer())
-        if answer.error is not None:
-            raise RuntimeError(answer.error)
-        return answer.value
+        value, error = pickle.loads(self.link.receive_answer())
+        if error is not None:
+            raise RuntimeError(error)
+        return value
 
 
 class Serving:
@@ -186,11 +178,11 @@ class Serving:
 
     def fail(self, error: Exception) -> None:
         """Tells the trainers why there is no answer."""
-        self._answer(None, error=f"the processes that sample failed: {error}")
+        self.link.answer((None, f"the processes that sample failed: {error}"))
         self.link.flush()
 
-    def _answer(self, value: Any, error: str | None = None) -> None:
-        self.link.answer(Answer(value, error))
+    def _answer(self, value: Any) -> None:
+        self.link.answer((value, None))
 
 
 def serve(serving: Serving) -> None:
