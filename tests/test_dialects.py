@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl2.agents.dialects import DIALECTS, anthropic_messages, chat_completions
+from rl2.agents import anthropic_messages, chat_completions
+from rl2.agents.endpoint import DIALECTS
 from rl2.agents.form import Call, ChatAnswer
 from rl2.engine.base import SamplingParams
 

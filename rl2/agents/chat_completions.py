@@ -9,7 +9,6 @@ from rl2.agents.form import (
     ChatAnswer,
     ChatRequest,
     check_fields,
-    openai_error,
     read_stop,
     to_call,
 )
@@ -19,8 +18,6 @@ from rl2.engine.base import SamplingParams
 LIMITS = ("max_tokens", "max_completion_tokens")
 USED = ("model", "messages", "tools", "stop", "stream", "stream_options", *LIMITS)
 MESSAGE_FIELDS = ("role", "name", "tool_call_id", "content", "tool_calls")
-
-write_error = openai_error
 
 
 def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
@@ -83,3 +80,9 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     yield {**head, "choices": [end], "usage": response["usage"]}
     yield "[DONE]"
+
+
+def write_error(status: int, reason: str) -> dict[str, Any]:
+    """Returns an error as the protocol has it."""
+    details = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
+    return {"error": details}

@@ -1,4 +1,7 @@
-"""Serves the policy over HTTP: each trajectory at an address of its own, with a key of its own."""
+"""Serves the policy over HTTP: each trajectory at an address of its own, with a key of its own.
+
+The protocols that agents speak are in DIALECTS: modules that translate to and from form.py.
+"""
 
 import asyncio
 import json
@@ -6,14 +9,14 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from rl2.agents.dialects import DIALECTS, Dialect
+from rl2.agents import anthropic_messages, chat_completions
 from rl2.agents.form import (
     MALFORMED,
     MODEL,
@@ -21,7 +24,6 @@ from rl2.agents.form import (
     ChatRequest,
     RequestError,
     malformed_error,
-    openai_error,
     parse_body,
 )
 from rl2.config.dropped import explain_dropped
@@ -35,6 +37,29 @@ SILENT = logging.Logger(__name__, logging.CRITICAL)  # aiohttp logs what was sen
 MODELS = {
     "object": "list",
     "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rl2"}],
+}
+
+
+class Dialect(Protocol):
+    """What a module of a protocol has. Its functions keep no state."""
+
+    def read(self, body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+        """Returns what a request asks for. RequestError or one of MALFORMED if rl2 cannot do it."""
+
+    def write(self, answer: ChatAnswer) -> dict[str, Any]:
+        """Returns the answer as one JSON object."""
+
+    def stream(self, response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+        """Yields the data of the events in which a stream has the object that `write` returned."""
+
+    def write_error(self, status: int, reason: str) -> dict[str, Any]:
+        """Returns the JSON object of an error with this status of HTTP."""
+
+
+# By the path behind /v1/.
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": chat_completions,
+    "messages": anthropic_messages,
 }
 
 
@@ -124,8 +149,8 @@ class Endpoint:
         except RequestError as error:
             if address:
                 address.refusal = error.reason
-            write_error = dialect.write_error if dialect else openai_error
-            return web.json_response(write_error(error.status, error.reason), status=error.status)
+            told = (dialect or chat_completions).write_error(error.status, error.reason)
+            return web.json_response(told, status=error.status)
         if not is_stream:
             return web.json_response(whole)
         events = "".join(map(_encode_event, dialect.stream(whole)))

@@ -140,9 +140,3 @@ def to_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 def malformed_error(error: Exception) -> RequestError:
     """Returns the refusal of a request for one of the errors of MALFORMED."""
     return RequestError(400, f"the request cannot be answered: {error}")
-
-
-def openai_error(status: int, reason: str) -> dict[str, Any]:
-    """Returns an error as both protocols of OpenAI have it."""
-    details = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-    return {"error": details}

@@ -1,7 +1,7 @@
 """Agents: `run` or `play` of the env file takes the turns, by asking the model for each.
 
-`run` gets an address of its own for each trajectory (endpoint.py), in protocols that people's
-agents speak (dialects.py). `play` gets a function (generate.py).
+`run` gets an address of its own for each trajectory, in protocols that people's agents speak
+(endpoint.py). `play` gets a function (generate.py).
 """
 
 import asyncio
