@@ -44,9 +44,9 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
 from rl2.engine.base import SamplingParams
+from rl2.env.call_syntaxes import ToolCall
 from rl2.env.contract import EnvError, EnvFailures, select_arguments
 from rl2.env.load import load_env, preflight
-from rl2.env.tool_calls.call import ToolCall
 from rl2.rewards.sandbox import Limits
 from rl2.rollout.collect import Collector
 from rl2.user_files import import_env_file

@@ -11,9 +11,8 @@ from common import RESPONSE_TEMPLATE, read_cases
 from packaging.version import Version
 
 from rl2.data.chat import ChatTemplate
-from rl2.env.tool_calls.call import ToolCall
-from rl2.env.tool_calls.find import MAX_CALLS, REASONING, find_calls
-from rl2.env.tool_calls.syntaxes import SYNTAXES
+from rl2.env.call_syntaxes import SYNTAXES, ToolCall
+from rl2.env.found_calls import MAX_CALLS, REASONING, find_calls
 from rl2.rollout.calls import CallReader
 
 WRITERS = [name for name, family in FAMILIES.items() if family.syntax]

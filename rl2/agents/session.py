@@ -20,7 +20,7 @@ from rl2.agents.form import (
     malformed_error,
 )
 from rl2.engine.base import SamplingParams, Seed
-from rl2.env.tool_calls.find import Found
+from rl2.env.found_calls import Found
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory, TurnInfo, begin_sample
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from rl2 import cleanup
+from rl2.env.call_syntaxes import ToolCall
 from rl2.env.contract import (
     METHOD,
     TOOL,
@@ -25,7 +26,6 @@ from rl2.env.results import to_messages
 from rl2.env.session import CLOSE, Sessions
 from rl2.env.spec import EnvSpec
 from rl2.env.threads import Threads
-from rl2.env.tool_calls.call import ToolCall
 
 Key = Hashable
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rl2.data.chat import ChatTemplate
-from rl2.env.tool_calls.call import ToolCall, to_call
-from rl2.env.tool_calls.find import (
+from rl2.env.call_syntaxes import LLAMA, SYNTAXES, Syntax, ToolCall, to_call
+from rl2.env.found_calls import (
     REASONING,
     Found,
     find_bare_calls,
@@ -17,7 +17,6 @@ from rl2.env.tool_calls.find import (
     find_marked_calls,
     unreadable_call,
 )
-from rl2.env.tool_calls.syntaxes import LLAMA, SYNTAXES, Syntax
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
 PROBE_TOOL = "rl2_probe"

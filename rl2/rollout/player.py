@@ -13,7 +13,7 @@ from rl2.data.probe import find_unshown
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
-from rl2.env.tool_calls.find import Found
+from rl2.env.found_calls import Found
 from rl2.parallel.rank import print_once
 from rl2.rollout.calls import CallReader
 from rl2.rollout.trajectory import (

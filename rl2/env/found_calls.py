@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl2.env.tool_calls.call import JSON_START, ToolCall, read_json_calls, skip_space
-from rl2.env.tool_calls.syntaxes import Syntax
+from rl2.env.call_syntaxes import JSON_START, Syntax, ToolCall, read_json_calls, skip_space
 
 MAX_CALLS = 100  # in a turn
 UNREADABLE = "the call cannot be read"

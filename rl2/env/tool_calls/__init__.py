@@ -1,1 +1,0 @@
-"""Calls of tools in the turns of a model: one syntax for each family, and the reader of a turn."""
