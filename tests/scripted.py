@@ -130,7 +130,7 @@ def train_rows(player, rows, batch_size, num_samples=2, **options):
     prompts = Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=100)
     return Collector(
         player,
-        cursor=DataCursor(Mixture({"": prompts}, {}, batch_size=batch_size)),
+        cursor=DataCursor(Mixture({"": prompts}, batch_size=batch_size)),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
         **options,

@@ -509,7 +509,7 @@ def test_a_trajectory_that_is_not_needed_ends_its_agent(tmp_path):
     [trajectory] = begin_group(0, prompts[0], 1).trajectories
 
     async def cancel():
-        task = asyncio.ensure_future(player.play(trajectory, PARAMS, (0,), "key"))
+        task = asyncio.ensure_future(player.play(trajectory, PARAMS, (0,)))
         while not player.engine.requests:
             await asyncio.sleep(0.01)
         task.cancel()

@@ -128,7 +128,6 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
         board,
         get_group=None,
         params=PARAMS,
-        split="train",
         seed=(0,),
         deterministic=True,
         continues_unused=False,

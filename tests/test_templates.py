@@ -176,7 +176,7 @@ def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, to
     row = {"messages": messages, "tools": tools}
     group = begin_group(0, Example(0, row, [(template.encode_prompt(messages, tools), [])]), 1)
     engine.trajectory = group.trajectories[0]
-    asyncio.run(player.play(engine.trajectory, params, (0,), key=0))
+    asyncio.run(player.play(engine.trajectory, params, (0,)))
     assert engine.trajectory.finish_reason in ("stop", "length"), player.failures.last
     place_reward(engine.trajectory)
     return engine.trajectory

@@ -271,6 +271,17 @@ def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, caps
             assert f"columns neither shown nor trained: '{column}'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("column", ["completion", "response"])
+def test_a_reply_beside_messages_that_end_with_one_is_named(tmp_path, capsys, column):
+    row = {"messages": [USER, ANSWER]}
+    expected = read(tmp_path, row, "chatml")
+    assert column not in capsys.readouterr().out
+    assert read(tmp_path, row | {column: "another"}, "chatml") == expected
+    assert (
+        f"column '{column}' is not read: the messages end with a reply" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     "text", ['[{"a": 1}]', "[{broken", '[{"role": "user", "content": "x"}, 1]']
 )

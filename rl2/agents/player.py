@@ -5,7 +5,6 @@
 """
 
 import asyncio
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ class AgentPlayer(Player):
             self.endpoint = Endpoint(self.engine.loop, self.endpoint_host)
 
     async def _play_turn(
-        self, trajectory: Trajectory, params: SamplingParams, seed: Seed, key: Hashable
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
     ) -> TurnInfo | None:
         """Runs the agent, which takes all turns. None if the engine was told to abort."""
         env = self.env_of(trajectory)
@@ -42,7 +41,7 @@ class AgentPlayer(Player):
         if self.endpoint and env.spec.run:
             address = self.endpoint.open(session.complete, params)
         try:
-            result = await self._run_agent(env, session, address, key)
+            result = await self._run_agent(env, session, address)
         finally:
             await session.end_requests()
             if self.endpoint and address:
@@ -68,7 +67,7 @@ class AgentPlayer(Player):
         return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
 
     async def _run_agent(
-        self, env: Env, session: AgentSession, address: Address | None, key: Hashable
+        self, env: Env, session: AgentSession, address: Address | None
     ) -> dict[str, float] | BaseException:
         """Runs the agent until it ends. Returns its rewards, or what it has raised."""
         inputs: dict[str, Any]
@@ -76,7 +75,8 @@ class AgentPlayer(Player):
             inputs = {"base_url": address.base_url, "model": MODEL, "api_key": address.api_key}
         else:
             inputs = {"generate": make_generate(session, self.engine.loop)}
-        agent = asyncio.ensure_future(env.run_agent(session.trajectory.row, key, inputs))
+        trajectory = session.trajectory
+        agent = asyncio.ensure_future(env.run_agent(trajectory.row, trajectory.key, inputs))
         session.failure.add_done_callback(lambda _: agent.cancel())
         [result] = await asyncio.gather(agent, return_exceptions=True)
         return result

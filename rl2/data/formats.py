@@ -93,7 +93,10 @@ def read_sft_row(row: dict) -> ReadRow:
     if completion and not ends_with_reply(row["messages"]):
         row["completion"] = _to_reply(reply, completion)
         notes.append(f"{completion} is read as the reply that is trained")
-    elif isinstance(row["messages"], list):
+        return row, notes + find_oddities(row)
+    if reply:
+        notes.append(f"column {completion!r} is not read: the messages end with a reply")
+    if isinstance(row["messages"], list):
         check_reply(row["messages"])
     return row, notes + find_oddities(row)
 

@@ -60,9 +60,7 @@ class StepGroups:
         if self.groups:
             group_id = self.groups[-1].id + 1
             first_trajectory = self.groups[-1].trajectories[-1].id + 1
-        group = begin_group(group_id, prompt, self.samples_per_prompt, first_trajectory)
-        group.data_position = self.cursor.position
-        return group
+        return begin_group(group_id, prompt, self.samples_per_prompt, first_trajectory)
 
 
 @dataclass
@@ -111,6 +109,7 @@ class Collector:
         RuntimeError if the environment failed on more trajectories than it may.
         """
         assert self.cursor is not None
+        first_position = self.cursor.position
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
         groups = StepGroups(carried_over, self.cursor, self.samples_per_prompt)
         schedule = self._make_schedule(is_last=step == self.num_steps)
@@ -119,6 +118,9 @@ class Collector:
         num_used = schedule.num_used
         assert num_used is not None
         self.carried_over = self._keep_unused(groups, played, num_used)
+        # The prompts of groups that are not kept come again.
+        num_kept = num_used + len(self.carried_over)
+        self.cursor.position = first_position + num_kept - len(carried_over)
         used = {number: group for number, group in played.items() if number < num_used}
         if schedule.filter:
             _apply_filter(used, schedule)
@@ -156,21 +158,19 @@ class Collector:
     def _keep_unused(
         self, groups: StepGroups, played: dict[int, Group], num_used: int
     ) -> list[Group]:
-        """Returns the groups for the next step, and moves the data position past all that is kept.
+        """Returns the groups for the next step, with partial rollouts.
 
-        Every process gets all of them, so that whichever engine is free continues them. Without
-        partial rollouts there are none.
+        Every process gets all of them, so that whichever engine is free continues them.
         """
-        assert self.cursor is not None
-        num_kept = num_used
-        if self.partial:
-            num_kept = max(num_used, len(groups.carried_over))
-            unused = {number: group for number, group in played.items() if number >= num_used}
-            for part in all_gather_objects(unused):
-                for number, group in part.items():
-                    groups.replace(number, group)
-                    num_kept = max(num_kept, number + 1)
-        self.cursor.position = groups.get(num_kept - 1).data_position
+        if not self.partial:
+            return []
+        num_kept = max(num_used, len(groups.carried_over))
+        unused = {number: group for number, group in played.items() if number >= num_used}
+        for theirs in all_gather_objects(unused):
+            for number, group in theirs.items():
+                groups.replace(number, group)
+                num_kept = max(num_kept, number + 1)
+        groups.get(num_kept - 1)  # which this process may not have made yet
         return groups.groups[num_used:num_kept]
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
@@ -204,7 +204,8 @@ class Collector:
         RuntimeError if the environment failed on more trajectories than it may.
         """
         groups = [
-            begin_group(i, prompt, num_samples, i * num_samples) for i, prompt in enumerate(prompts)
+            begin_group(i, prompt, num_samples, i * num_samples, split)
+            for i, prompt in enumerate(prompts)
         ]
         schedule = GroupSchedule(num_needed=len(groups), max_used=len(groups))
         board = GroupBoard()
@@ -235,7 +236,6 @@ class Collector:
                 board=board,
                 get_group=get_group,
                 params=params,
-                split=split,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
                 continues_unused=self.partial,
@@ -275,9 +275,7 @@ class Collector:
 def _restart(group: Group) -> Group:
     """Returns a new start of the group, without tokens."""
     first = group.trajectories[0].id
-    again = begin_group(group.id, group.prompt, len(group.trajectories), first)
-    again.data_position = group.data_position
-    return again
+    return begin_group(group.id, group.prompt, len(group.trajectories), first)
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:

@@ -10,7 +10,7 @@ from rl2 import progress
 from rl2.engine.base import SamplingParams, Seed
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.trajectory import Group, mean_score, trajectory_key
+from rl2.rollout.trajectory import Group, mean_score
 
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have started earlier in another engine.
@@ -28,7 +28,6 @@ class Rollout:
     board: GroupBoard
     get_group: Callable[[int], Group]  # by number
     params: SamplingParams
-    split: str
     seed: Seed  # the same for all groups
     deterministic: bool  # groups are dealt to the engines in advance
     continues_unused: bool  # the next step continues the groups that this one does not use
@@ -68,7 +67,7 @@ class Rollout:
         """
         assert self.schedule.num_used is not None
         ends = [
-            self.player.end(trajectory, trajectory_key(self.split, trajectory))
+            self.player.end(trajectory)
             for number, group in self.played.items()
             for trajectory in group.trajectories
             if number >= self.schedule.num_used
@@ -124,8 +123,7 @@ class Rollout:
         trajectory = group.trajectories[i]
         tokens_before = trajectory.length
         seed = (*self.seed, group.id, i)
-        key = trajectory_key(self.split, trajectory)
-        await self.player.play(trajectory, self.params, seed, key)
+        await self.player.play(trajectory, self.params, seed)
         self.bar.add(0, trajectory.length - tokens_before)
 
     async def _finish_group(self, number: int, group: Group, plays: list[asyncio.Task]) -> None:

@@ -1,7 +1,7 @@
 """Plays trajectories turn by turn, between the engine and the environment."""
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -53,36 +53,29 @@ class Player:
         """Returns the environment of the trajectory's source."""
         return self.envs.get(trajectory.source) or self.envs[""]
 
-    async def play(
-        self,
-        trajectory: Trajectory,
-        params: SamplingParams,
-        seed: Seed,
-        key: Hashable,
-    ) -> None:
+    async def play(self, trajectory: Trajectory, params: SamplingParams, seed: Seed) -> None:
         """Continues the trajectory to its end, or until the player pauses: calls of the environment
         that run then still end.
 
-        The environment knows the trajectory by `key`. If it fails, the trajectory ends and is not
-        trained.
+        If the environment fails, the trajectory ends and is not trained.
         """
         if trajectory.is_done:
             return
         try:
             if self.env_of(trajectory).has_object and not trajectory.versions:
-                await self._begin(trajectory, params, key)
+                await self._begin(trajectory, params)
             last_turn = None
             while last_turn is None:
                 if self.is_pausing:
                     return
                 turn_seed = (*seed, trajectory.num_turns)
-                last_turn = await self._play_turn(trajectory, params, turn_seed, key)
-            await self._score(trajectory, last_turn, key)
+                last_turn = await self._play_turn(trajectory, params, turn_seed)
+            await self._score(trajectory, last_turn)
             # The trajectory is done when it has its rewards.
             trajectory.finish_reason = FinishReason(last_turn["finish_reason"])
         except EnvError as error:
             self.fail(trajectory, error)
-        await self.end(trajectory, key)
+        await self.end(trajectory)
 
     def fail(self, trajectory: Trajectory, error: EnvError) -> None:
         """Ends a trajectory whose environment failed. It is not trained."""
@@ -91,10 +84,10 @@ class Player:
         for sample in trajectory.samples:
             sample.mask = array("b", [0]) * len(sample.mask)
 
-    async def end(self, trajectory: Trajectory, key: Hashable) -> None:
+    async def end(self, trajectory: Trajectory) -> None:
         """Tells the environment that the trajectory has ended."""
         try:
-            await self.env_of(trajectory).end(key)
+            await self.env_of(trajectory).end(trajectory.key)
         except EnvError as error:
             if not trajectory.is_failed:
                 self.failures.record(error)
@@ -117,10 +110,10 @@ class Player:
                 add_parts(trajectory.rewards, parts)
         group.is_scored = True
 
-    async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
+    async def _begin(self, trajectory: Trajectory, params: SamplingParams) -> None:
         """Makes the environment's object, and the prompt with its tools and its first messages."""
         env = self.env_of(trajectory)
-        prompt_messages = await env.begin(trajectory.row, key)
+        prompt_messages = await env.begin(trajectory.row, trajectory.key)
         trajectory.messages = list(prompt_messages)
         try:
             prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
@@ -140,23 +133,19 @@ class Player:
         tools, env_tools = trajectory.row.get("tools"), self.env_of(trajectory).tools
         return [*(tools or []), *env_tools] if env_tools else tools
 
-    async def _score(self, trajectory: Trajectory, last_turn: TurnInfo, key: Hashable) -> None:
+    async def _score(self, trajectory: Trajectory, last_turn: TurnInfo) -> None:
         env = self.env_of(trajectory)
         inputs: dict[str, Any] = dict(last_turn)
         if "completion_ids" in env.asked:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
         messages, row = trajectory.messages, trajectory.row
-        parts = await env.score(messages, row, key, inputs)
+        parts = await env.score(messages, row, trajectory.key, inputs)
         add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
 
     async def _play_turn(
-        self,
-        trajectory: Trajectory,
-        params: SamplingParams,
-        seed: Seed,
-        key: Hashable,
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
     ) -> TurnInfo | None:
         """Plays one turn of the assistant and the environment's answer to it.
 
@@ -169,7 +158,7 @@ class Player:
         needs_answer = not is_last or self.env_of(trajectory).has_object
         if turn["finish_reason"] != "stop" or not needs_answer:
             return turn
-        answer = await self._answer(trajectory, turn, key)
+        answer = await self._answer(trajectory, turn)
         self._add_turn_reward(trajectory, answer.reward)
         if is_last or answer.done or not answer.messages:
             trajectory.messages += answer.messages
@@ -201,15 +190,15 @@ class Player:
             "turn": trajectory.num_turns,
         }
 
-    async def _answer(self, trajectory: Trajectory, turn: TurnInfo, key: Hashable) -> Turn:
+    async def _answer(self, trajectory: Trajectory, turn: TurnInfo) -> Turn:
         """Returns the results of the tools that the last turn calls, or the env's answer to it."""
         env = self.env_of(trajectory)
         if env.tools:
             calls = self.read_calls(trajectory, turn["num_tokens"], env.tools).calls
             if calls:
-                return await env.call_tools(calls, trajectory.num_turns, key)
+                return await env.call_tools(calls, trajectory.num_turns, trajectory.key)
         messages, row = trajectory.messages, trajectory.row
-        return await env.answer(messages, row, key, turn)
+        return await env.answer(messages, row, trajectory.key, turn)
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""

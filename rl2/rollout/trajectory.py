@@ -3,7 +3,7 @@
 import json
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
@@ -73,7 +73,13 @@ class Trajectory:
     partial_tokens: int = 0  # tokens of a turn that a pause interrupted
     row_index: int = -1  # of its row in the data
     source: str = ""  # of its row: the name in data.path.NAME or data.test_path.NAME, if any
+    split: str = "train"  # or test, or test_NAME
     filter_status: FilterStatus = FilterStatus.OFF
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name by which the environment knows it."""
+        return self.split, self.id
 
     @property
     def is_done(self) -> bool:
@@ -155,17 +161,11 @@ class Group:
     id: int
     prompt: Example
     trajectories: list[Trajectory]
-    data_position: int = 0  # that of the data after its prompt
     is_scored: bool = False  # it has the rewards of group_reward_fn
 
     @property
     def is_done(self) -> bool:
         return all(trajectory.is_done for trajectory in self.trajectories)
-
-
-def trajectory_key(split: str, trajectory: Trajectory) -> Hashable:
-    """Returns the key by which the environment knows a trajectory of this split."""
-    return (split, trajectory.id)
 
 
 def in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -180,7 +180,11 @@ def mean_score(trajectories: list[Trajectory], part: str | None) -> float:
 
 
 def begin_group(
-    group_id: int, prompt: Example, num_samples: int, first_trajectory: int = 0
+    group_id: int,
+    prompt: Example,
+    num_samples: int,
+    first_trajectory: int = 0,
+    split: str = "train",
 ) -> Group:
     """Makes `num_samples` new trajectories for one prompt.
 
@@ -195,6 +199,7 @@ def begin_group(
         trajectory = Trajectory(first_trajectory + i, group_id, list(messages), row)
         trajectory.row_index = prompt.index
         trajectory.source = prompt.source
+        trajectory.split = split
         begin_sample(trajectory, prompt.tokens)
         group.trajectories.append(trajectory)
     return group
