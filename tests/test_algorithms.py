@@ -52,7 +52,7 @@ from rl2.batch import collate
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig
 from rl2.model.token_model import TokenScores
-from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows
+from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
 
 SEEDS = range(6)
 CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
@@ -998,6 +998,25 @@ def test_rows_that_may_be_dropped_have_no_gradient(loss):
         assert has_gradient != can_drop_rows(config), name
         num_dropped.append(not has_gradient)
     assert num_dropped.count(False) == 2  # the KL term and the entropy bonus
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_scored"),
+    [
+        ("actor.clip", 0.1, False),
+        ("actor.update_per_rollout", 2, True),
+        ("actor.epochs_per_rollout", 2, True),
+        ("kl.type", "loss", False),
+        ("kl.type", "reward", True),
+        ("teacher.base_url", "http://teacher", True),
+        ("adv.estimator", "distillation", True),
+    ],
+)
+def test_the_policy_scores_a_rollout_only_where_that_is_needed(key, value, is_scored):
+    config = PPOConfig()
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, value)
+    assert needs_old_logps(config) == is_scored
 
 
 def test_the_listed_names_are_those_of_the_tables():
