@@ -194,8 +194,12 @@ def explain_unused(config: Config, name: str) -> str:
             return f"with adv.estimator={estimator}, where it is the whole advantage"
         if name == "kl.update_freq" and not needs_reference(config):
             return "with kl.coef=0"
-        is_on_policy = config.actor.updates_per_step == 1 and not old_policy_is_sampler(config)
-        if name == "actor.skip_threshold" and is_on_policy:
+        has_ratio = (
+            config.actor.updates_per_step > 1
+            or old_policy_is_sampler(config)
+            or corrects_mismatch(config.actor.loss)
+        )
+        if name == "actor.skip_threshold" and not has_ratio:
             return (
                 "with one optimizer step per rollout, where the ratio is 1: raise "
                 "actor.update_per_rollout or actor.epochs_per_rollout"
