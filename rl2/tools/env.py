@@ -5,7 +5,6 @@ The keys are those of the PPO trainer.
 
 import argparse
 import sys
-from itertools import islice
 
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = (
@@ -49,7 +48,7 @@ def main() -> None:
         if isinstance(config.rollout.env_path, dict):
             raise ValueError("rollout.env_path has several envs: give one, rl2 env FILE")
         all_rows = load_rows(data.path, "train", PROMPT_ROWS.read, data.columns)
-        rows = list(islice(all_rows, options.rows))
+        rows = [all_rows[i] for i in range(min(options.rows, len(all_rows)))]
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config.rollout, rows, cases))
     except (ValueError, RuntimeError, OSError) as error:
