@@ -173,7 +173,7 @@ def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> No
             job.recorder.num_steps = step  # schedules are those of the whole run
             trainer.train(job)
             if command == "ppo":
-                job.close()
+                job.sampling.close()
             dist.destroy_process_group()
     except SystemExit as error:
         sys.exit(2 if error.code else 0)
