@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -212,10 +213,13 @@ def fake_gpu(world: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
             return propagate(*arguments)
 
     make_tensor = torch.tensor
+    _device_constructors()  # torch keeps these functions at the first call: the true ones
 
     def make_and_copy(*arguments: Any, device: Any = None, **options: Any) -> Tensor:
         """torch makes a tensor of values in host memory, and does not show the copy."""
-        return make_tensor(*arguments, **options).to(device or HOST)
+        if device is None:
+            return make_tensor(*arguments, **options)
+        return make_tensor(*arguments, device=HOST, **options).to(device)
 
     patches: list[tuple[Any, str, Any]] = [
         (torch, "tensor", make_and_copy),
