@@ -384,7 +384,7 @@ def wrong_envs(config: PPOConfig) -> Iterator[Row]:
             if path and find_env_file(path).suffix != ".py":  # a missing key is reported elsewhere
                 yield key, ": this is not a Python file (.py)"
         except ValueError as error:
-            yield key, f": {error}"
+            yield key, str(error).removeprefix(f"rollout.env_path={path}")
     env_path, data = config.rollout.env_path, config.data
     paths = {**data.train_paths, **data.test_paths}
     sources = {source_name(key) for key, path in paths.items() if path}
