@@ -66,6 +66,8 @@ QWEN3_NEXT = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "num_experts": 4,
+    # All of them compute: where the routers choose, bfloat16 now and then chooses another expert.
+    "num_experts_per_tok": 4,
     "shared_expert_intermediate_size": 64,
 }
 
@@ -134,8 +136,7 @@ def test_gated_delta_rules(tmp_path, engine_of, file_dtype):
         engine_of(make_worker(name))
     worker = make_worker(name, dtype="bfloat16", lr=3e-2)
     engine = engine_of(worker)
-    # 0.076 is bfloat16 with AMX, and an update changes more than 0.4. The weights agree to the bit.
-    check_updates(engine, worker, 0.1, 0.4)
+    check_updates(engine, worker, 4e-2, 0.4)
     for key in ("A_log", "dt_bias", "conv1d.weight", "in_proj_ba.weight"):
         check_wrong_weight(engine, worker, f"model.layers.0.linear_attn.{key}")
     verify(engine, worker)
