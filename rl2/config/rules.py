@@ -7,6 +7,7 @@ rules are asked, so that the user sees all problems at once.
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def validate(config: Config, set_keys: set[str]) -> list[Problem]:
     if isinstance(config, PPOConfig):
         for rule in (wrong_envs, wrong_teacher, wrong_loss, wrong_rollout, wrong_engine):
             rows += rule(config)
-    return [*as_problems(config, rows)]
+    return [*as_problems(config, rows), *missing_envs(config)]
 
 
 def as_problems(config: Config, rows: Iterable[Row]) -> Iterator[Problem]:
@@ -375,16 +376,14 @@ def wrong_dpo(config: DPOConfig) -> Iterator[Row]:
 
 
 def wrong_envs(config: PPOConfig) -> Iterator[Row]:
-    """Env files that are missing or no Python; names of envs that are not those of all sources."""
+    """Env files that are no Python; names of envs that are not those of all sources."""
     for key, path in config.rollout.env_paths.items():
         if not isinstance(path, str):
             yield key, ": expected a path or the name of a ready-made env"
             continue
-        try:
+        with suppress(ValueError):  # which `missing_envs` reports
             if path and find_env_file(path).suffix != ".py":  # a missing key is reported elsewhere
                 yield key, ": this is not a Python file (.py)"
-        except ValueError as error:
-            yield key, str(error).removeprefix(f"rollout.env_path={path}")
     env_path, data = config.rollout.env_path, config.data
     paths = {**data.train_paths, **data.test_paths}
     sources = {source_name(key) for key, path in paths.items() if path}
@@ -397,6 +396,17 @@ def wrong_envs(config: PPOConfig) -> Iterator[Row]:
         if "" in sources:
             text += "; name the other with data.path.NAME=PATH or data.test_path.NAME=PATH"
         yield "rollout.env_path", text
+
+
+def missing_envs(config: Config) -> Iterator[Problem]:
+    """Env files that do not exist, in the words of what looks for them."""
+    paths = config.rollout.env_paths if isinstance(config, PPOConfig) else {}
+    for key, path in paths.items():
+        try:
+            if path and isinstance(path, str):
+                find_env_file(path)
+        except ValueError as error:
+            yield Problem(key, path, str(error))
 
 
 def wrong_teacher(config: PPOConfig) -> Iterator[Row]:
