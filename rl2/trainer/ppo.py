@@ -90,7 +90,13 @@ def train_step(run: PPORun, step: int) -> StepResult:
                 drop_zero_advantages(minibatch)
             result = run.actor.update(
                 minibatch,
-                partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef),
+                partial(
+                    actor_loss,
+                    actor,
+                    config.kl,
+                    old_policy_is_sampler=run.sampling.old_policy_is_sampler,
+                    teacher_coef=config.teacher.coef,
+                ),
                 temperature,
                 with_entropy=needs_entropy(actor),
                 skip=partial(ratio_is_too_high, actor, minibatch),
@@ -252,6 +258,7 @@ def actor_loss(
     kl: KLConfig,
     batch: Batch,
     scores: TokenScores,
+    old_policy_is_sampler: bool = False,
     teacher_coef: float = 1.0,
 ) -> losses.LossAndMetrics:
     """The actor's loss on whole sequences [b, T]: policy gradient, KL terms and entropy bonus."""
@@ -282,11 +289,13 @@ def actor_loss(
     loss, metrics = losses.policy_loss(
         token_losses, inputs, weights, correction, config.off_policy_mask
     )
-    mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
-    metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
+    if not old_policy_is_sampler:  # else the old policy's are the engine's
+        mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
+        metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
         estimate = losses.kl_estimate(logps, batch.ref_logps, kl.loss_estimator)
-        if config.updates_per_step > 1:  # the later ones train another policy than the sampler's
+        if config.updates_per_step > 1 or old_policy_is_sampler:
+            # The tokens are of another policy than the one that is trained.
             estimate = losses.weighted_kl(estimate, inputs.log_ratio, kl.loss_estimator)
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term
