@@ -15,7 +15,7 @@ from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rollout.play import Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.shape import Shape, place_rewards
+from rl2.rollout.shape import Shape
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
     FilterStatus,
@@ -23,6 +23,7 @@ from rl2.rollout.trajectory import (
     Trajectory,
     begin_group,
     in_order,
+    place_rewards,
 )
 from rl2.rounding import ceil_div
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from rl2.rewards.text import overlong_score
-from rl2.rollout.trajectory import Trajectory, place_reward
+from rl2.rollout.trajectory import Trajectory
 
 Shape = Callable[[list[Trajectory]], None]
 
@@ -24,10 +24,3 @@ def add_overlong(
         if not trajectory.is_failed:
             score = overlong_score(trajectory.longest_turn, max_new_tokens, buffer)
             trajectory.rewards["overlong"] = penalty * score
-
-
-def place_rewards(trajectories: list[Trajectory]) -> None:
-    """Puts the rewards on tokens, when no part can be added any more."""
-    for trajectory in trajectories:
-        if not trajectory.is_failed and not trajectory.is_rejected:
-            place_reward(trajectory)

@@ -263,3 +263,10 @@ def place_reward(trajectory: Trajectory) -> None:
     if "turns" in trajectory.rewards:  # of interact or step; other parts lie on the last token
         placed = sum(sum(sample.rewards) for sample in trajectory.samples)
     last_sample.rewards[last_token] = trajectory.reward - placed
+
+
+def place_rewards(trajectories: list[Trajectory]) -> None:
+    """Puts the rewards on tokens, when no part can be added any more."""
+    for trajectory in trajectories:
+        if not trajectory.is_failed and not trajectory.is_rejected:
+            place_reward(trajectory)
