@@ -120,7 +120,7 @@ def test_a_model_is_tried_once_and_leaves_the_random_state(tmp_path, device, mon
 def test_a_refused_model_is_named_before_its_weights_are_read(tmp_path, device):
     config = make_config("bloom")
     config.save_pretrained(tmp_path)  # a folder without weights
-    with pytest.raises(ValueError, match=rf"actor\.model_name={tmp_path} \(bloom\): its log-prob"):
+    with pytest.raises(ValueError, match=rf"model_name={tmp_path} \(bloom\): its log-prob"):
         Worker(worker_config(str(tmp_path)), device, False, 4)
 
 

@@ -241,5 +241,5 @@ def test_a_quantized_model_is_refused_before_the_rows_are_read(tmp_path):
     folder = tmp_path / "run"
     words = [f"actor.model_name={name}", *write_letter_task(tmp_path)]
     (tmp_path / "train.jsonl").write_text("no rows")
-    with pytest.raises(ValueError, match=r"actor.model_name=.* \(gptq\)"):
+    with pytest.raises(ValueError, match=r"model_name=.* \(gptq\)"):
         set_up(parse(PPOConfig, [*words, f"trainer.save_dir={folder}"]))

@@ -63,9 +63,8 @@ def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
         verdict = _verdicts[key]
     verdict = broadcast_object(verdict)
     if verdict is not None:
-        section = "critic" if critic else "actor"
         raise ValueError(
-            f"{section}.model_name={name} ({config.model_type}): {verdict}. Choose another model; "
+            f"model_name={name} ({config.model_type}): {verdict}. Choose another model; "
             "docs/models.md lists the families that work"
         )
 
