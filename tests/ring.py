@@ -62,7 +62,7 @@ class Pack:
 
 
 def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Checks values, gradients and isolation of a pack, and that each token is on one process."""
+    """Checks values and gradients of a pack."""
     ring = Ring(group)
     part = zigzag(as_pack(pack.cu, pack.prefixes), ring.size, ring.rank)
     rows = part.tokens[0]
@@ -70,56 +70,29 @@ def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -
     ours = [x[:, :, rows].clone().requires_grad_() for x in pack.inputs]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
     sinks = [x.clone().requires_grad_() for x in pack.sinks]
-    options = SCALE, pack.window, *sinks
-    out = attend(None, *ours, *options)
+    out = attend(None, *ours, SCALE, pack.window, *sinks)
     gradients = torch.autograd.grad(out, ours + sinks, pack.d_out[:, rows] * has_tokens)
-    *gradients, sinks_gradient = gradients if sinks else (*gradients, None)
     expected_out, *expected_gradients = expected
-    if sinks:
-        check_sinks_gradient(sinks_gradient, expected_gradients.pop(), pack, group)
+    bound = TOLERANCE[pack.dtype] * max(1, *(x.abs().max() for x in expected))
+    if sinks:  # the gradients of all processes add up to the whole: the sink enters once
+        total = gradients[3].double()
+        if group:
+            dist.all_reduce(total, group=group)
+        whole = expected_gradients[3]
+        sum_bound = 3 * TOLERANCE[pack.dtype] * max(1, whole.abs().max())  # over all tokens
+        assert (total - whole).abs().max() <= sum_bound, ("sinks", pack)
     if has_tokens:
-        bound = TOLERANCE[pack.dtype] * max(1, *(x.abs().max() for x in expected))
         assert (out.double() - expected_out[:, rows]).abs().max() <= bound, ("out", pack)
-        for name, gradient, full_gradient in zip("qkv", gradients, expected_gradients, strict=True):
-            error = (gradient.double() - full_gradient[:, :, rows]).abs().max()
+        for i, name in enumerate("qkv"):
+            error = (gradients[i].double() - expected_gradients[i][:, :, rows]).abs().max()
             assert error <= bound, (name, pack)
-    check_isolation(pack.cu, pack.prefixes, rows, pack.inputs, attend, out, options)
-    num_tokens = torch.tensor([len(rows) if has_tokens else 0])
-    if group:
-        dist.all_reduce(num_tokens, group=group)
-    assert num_tokens.item() == pack.cu[-1], "a token is held twice, or by nobody"
-
-
-def check_sinks_gradient(
-    gradient: Tensor, expected: Tensor, pack: Pack, group: dist.ProcessGroup | None
-) -> None:
-    """Checks that the gradients of all processes add up to the whole: the sink enters once."""
-    total = gradient.double()
-    if group:
-        dist.all_reduce(total, group=group)
-    bound = 3 * TOLERANCE[pack.dtype] * max(1, expected.abs().max())  # a sum over all tokens
-    assert (total - expected).abs().max() <= bound, ("sinks", pack)
-
-
-def check_isolation(cu, prefixes, rows, full, attend, out, options):
-    """Checks that NaN in all other groups changes no bit of the first group."""
-    start = cu[prefixes[0][2]]
-    end = cu[prefixes[0][1]]
-    is_first_group = (rows >= start) & (rows < end)
-    poisoned = [x[:, :, rows].clone() for x in full]
-    for x in poisoned:
-        x[:, :, ~is_first_group] = float("nan")
-    poisoned_out = attend(None, *poisoned, *options)
-    assert torch.equal(poisoned_out[:, is_first_group], out[:, is_first_group]), (
-        "another document leaked in"
-    )
 
 
 def make_packs() -> list[Pack]:
     packs = []
     for seed, (heads, groups, size) in enumerate(SHAPES):
         for i, longest in enumerate((1, 3, 9, 70, 120)):
-            if (seed + i) % 5 > 2:  # three lengths a shape, and each length has three shapes
+            if (seed + i) % 5 > 1:  # two lengths a shape, and each length has two shapes
                 continue
             window = WINDOWS[(2 * seed + i) % len(WINDOWS)]
             for dtype, pack_window, has_sinks in (
