@@ -1,9 +1,12 @@
-"""test_worker.py runs this in several ranks: `parity.py MODEL OUT FAMILY` makes two SGD updates in
+"""Updates of workers in several layouts.
+
+test_worker.py runs this in several ranks: `parity.py MODEL OUT FAMILY` makes two SGD updates in
 every layout of this world size and saves the results to the file OUT.
 """
 
+import os
 import sys
-from itertools import product
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,9 +22,10 @@ from rl2.worker import Worker
 
 LEARNING_RATE = 0.1
 MAX_GRAD_NORM = 0.05
-# World size -> (fsdp_size, sp_size, tp_size): every pure layout, the hybrid one, and mixes.
+# World size -> (fsdp_size, sp_size, tp_size): every pure layout, the hybrid one, and mixes. One
+# process runs policies and critics, each with many micro-batches and with one.
 LAYOUTS = {
-    1: [(0, 1, 1)],
+    1: [(0, 1, 1)] * 4,
     2: [(0, 1, 1), (1, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2)],
     3: [(0, 1, 1), (0, 3, 1)],
     4: [
@@ -40,7 +44,7 @@ LAYOUTS = {
 # Adapters have rank 3. Of their matrices A [3, in] three processes hold one row each; of four
 # processes one holds none.
 ADAPTED = {
-    1: [(0, 1, 1)],
+    1: [],
     2: [(0, 1, 1), (1, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2)],
     3: [(0, 1, 1)],
     4: [(0, 1, 1), (2, 2, 1), (0, 1, 2), (0, 2, 2), (1, 1, 2)],
@@ -49,25 +53,38 @@ ADAPTED = {
 SMALL_BUDGET, LARGE_BUDGET = 60, 4096
 
 
-def combinations(family: str, world: int) -> list[tuple[bool, bool, int, tuple[int, int, int]]]:
-    """(critic, share_prompts, max_length_per_device, layout) of the runs of a model.
+def layouts_of(family: str, world: int) -> list[dict]:
+    """The arguments of `two_steps` for each run of a model in a world of this size.
 
-    One process runs policies and critics with many micro-batches and with one. Of several, each
-    layout has one run of a family. That of the other family differs in all three, and four layouts
-    in a row have the eight choices.
+    A layout has one run of a family. That of the other family differs in the model, the sharing of
+    prompts and the number of micro-batches, and four layouts in a row have the eight choices. The
+    families have the adapted layouts in turn.
     """
     is_llama = family == "llama"
-    cases = []
-    for number, layout in enumerate(LAYOUTS[world]):
-        for critic, is_large in product([False, True], repeat=2):
-            share = is_llama ^ critic ^ is_large
-            if world == 1 or (critic, is_large) == (
-                is_llama ^ bool(number % 2),
-                is_llama ^ bool(number // 2 % 2),
-            ):
-                cases.append((critic, share, is_large, layout))
-    budgets = (SMALL_BUDGET, LARGE_BUDGET)
-    return [(critic, share, budgets[large], layout) for critic, share, large, layout in cases]
+    names = ("fsdp_size", "sp_size", "tp_size")
+    runs = []
+    for number, sizes in enumerate(LAYOUTS[world]):
+        critic = is_llama ^ bool(number % 2)
+        is_large = is_llama ^ bool(number // 2 % 2)
+        changes = {
+            "critic": critic,
+            "share_prompts": is_llama ^ critic ^ is_large,
+            "max_length_per_device": LARGE_BUDGET if is_large else SMALL_BUDGET,
+            "gradient_checkpointing": False if is_large else 1,  # of two layers
+        }
+        runs.append(changes | dict(zip(names, sizes, strict=True)))
+    for number, sizes in enumerate(ADAPTED[world]):
+        if is_llama != bool(number % 2):
+            continue
+        changes = {
+            "critic": bool(number // 2 % 2),
+            "max_length_per_device": SMALL_BUDGET,
+            "gradient_checkpointing": True,
+            "lora_rank": 3,
+            "lora_alpha": 5.0,
+        }
+        runs.append(changes | dict(zip(names, sizes, strict=True)))
+    return runs
 
 
 def worker_config(model_name: str, **changes) -> ActorConfig:
@@ -133,6 +150,25 @@ def two_steps(name, critic, device, batch, **changes):
     }
 
 
+def plain_steps(model, batch, score, loss):
+    """As `two_steps`, of a plain model on padded rows. `score(batch)` gives its TokenScores."""
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scores, updates = [], []
+    for _ in range(2):
+        scores.append(score(batch))
+        value, metrics = loss(batch, scores[-1])
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        sgd.step()
+        sgd.zero_grad()
+        updates.append({"loss": value.item(), "grad_norm": norm.item(), **metrics})
+    return {
+        "scores": vars(scores[0].map(torch.Tensor.detach)),
+        "updates": updates,
+        "weights": {key: weight.detach() for key, weight in model.named_parameters()},
+    }
+
+
 def assert_equal_steps(result, expected, layout, tolerance=5e-5, norm_tolerance=1e-4):
     """Compares what two layouts give in `two_steps`: scores, gradients' norms, and weights."""
     for key, scores in expected["scores"].items():
@@ -195,49 +231,8 @@ def save_layouts(update, layouts, name, out):
     dist.barrier()
 
 
-def update_in_all_layouts(name, family, device):
-    """The results of `two_steps` in every layout of this world size. All processes call."""
-    batch = make_batch()
-    results = {}
-    world = dist.get_world_size()
-    for critic, share, budget, layout in combinations(family, world):
-        fsdp, sp, tp = layout
-        results[critic, share, budget, layout] = two_steps(
-            name,
-            critic,
-            device,
-            batch,
-            share_prompts=share,
-            max_length_per_device=budget,
-            fsdp_size=fsdp,
-            sp_size=sp,
-            tp_size=tp,
-            gradient_checkpointing=1 if budget == SMALL_BUDGET else False,  # of two layers
-        )
-    for number, (fsdp, sp, tp) in enumerate(ADAPTED[world]):
-        critic = (family == "llama") == bool(number % 2)  # the other family has the others
-        results[critic, "lora", (fsdp, sp, tp)] = two_steps(
-            name,
-            critic,
-            device,
-            batch,
-            max_length_per_device=SMALL_BUDGET,
-            fsdp_size=fsdp,
-            sp_size=sp,
-            tp_size=tp,
-            gradient_checkpointing=True,
-            lora_rank=3,
-            lora_alpha=5.0,
-        )
-    return results
-
-
-def main(name, out, family):
-    results = update_in_all_layouts(name, family, init_distributed())
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    name, out, family = sys.argv[1:]
+    layouts = dict(enumerate(layouts_of(family, int(os.environ["WORLD_SIZE"]))))
+    update = partial(two_steps, device=torch.device("cpu"), batch=make_batch())
+    save_layouts(update, layouts, name, out)
