@@ -5,28 +5,28 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import check_adapter, launch, make_model
+from common import check_adapter, launch, make_model, make_tokenizer
+from parity import make_batch, policy_loss, worker_config
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.parallel.mesh import init_distributed
 from rl2.run.checkpoints import Checkpoints
 from rl2.run.signals import user_errors
+from rl2.run.weights_hash import hash_states
+from rl2.worker import Worker
 
 
 def test_a_checkpoint_moves_between_layouts(tmp_path):
     name = make_model(tmp_path / "model")
     folder = tmp_path / "run"
-    launch(2, "tests/moves.py", name, folder, "save")
+    # Sequence parallelism shards as "load" does.
+    two_ranks = ["load", "load_hybrid", "load_tp"]
+    launch(2, "tests/moves.py", name, folder, "save", *two_ranks)
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2] * 5
-    # Sequence parallelism shards as "load" does.
-    two_ranks = ["load", "load_hybrid", "load_tp"]
-    launch(2, "tests/moves.py", name, folder, *two_ranks)
     launch(1, "tests/moves.py", name, folder, "load")
     for mode, world in [("load", 1), *((mode, 2) for mode in two_ranks)]:
         loaded = torch.load(folder / f"{mode}_{world}")
@@ -60,9 +60,21 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         assert torch.equal(weight, saved["exported"][key]), key
 
 
-def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys):
+def test_an_exported_optimizer_goes_on(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    worker = Worker(worker_config(name, lr=1e-3), device, False, 8)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    export = str(tmp_path / "export")
+    worker.export(export, make_tokenizer(), with_optimizer=True)
+    config = worker_config(name, lr=1e-3, optimizer_dir=export)
+    hashes = []
+    for each in (worker, Worker(config, device, False, 8)):
+        hashes.append(hash_states({"actor": each}, {"actor": each.optimizer.state_dict()}))
+    assert hashes[0] == hashes[1]
+
+
+def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys, device):
     """The previous checkpoint remains. Every rank prints an error, rank 0 first."""
-    init_distributed()
     (tmp_path / "step_2").mkdir()
 
     def fail(*_, **__):
@@ -89,4 +101,3 @@ def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="not ours"), user_errors():
         raise RuntimeError("not ours")  # not a user's error, so it keeps its traceback
     signal.signal(signal.SIGTERM, handler)
-    dist.destroy_process_group()

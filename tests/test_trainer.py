@@ -4,12 +4,10 @@ They test that rewards rise, which files a run writes, and that killed runs resu
 """
 
 import json
-import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
 
 import pytest
@@ -34,9 +32,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.config.parse import parse
-from rl2.config.schema import PPOConfig, PromptConfig
+from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
-from rl2.inputs import make_chat_template
 from rl2.ppo_inputs import make_prompts, read_ppo_inputs
 
 PPO = ("-m", "rl2.trainer.ppo")
@@ -129,10 +126,9 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
 def test_all_layouts_train_the_same_policy(setup, tmp_path):
     """Two steps of PPO with a critic and a reference.
 
-    Runs whose workers have different layouts must equal the run with FSDP over both processes.
+    test_worker.py compares every layout with one process.
     """
     layouts = {
-        "fsdp": "",
         "sp_and_replicas": "actor.sp_size=2 critic.fsdp_size=1",
         "tp_and_sp": "actor.tp_size=2 critic.tp_size=1 critic.sp_size=2",
     }
@@ -162,16 +158,14 @@ def test_all_layouts_train_the_same_policy(setup, tmp_path):
     done = launch_runs(2, runs)
     # Neither transformers' report of the critic's new head nor torch's warning of two gathers.
     assert "LOAD REPORT" not in done.stderr and "redistributing" not in done.stderr
-    lines = {name: read_metrics(tmp_path / name) for name in layouts}
-    for name in layouts:
-        for expected, line in zip(lines["fsdp"], lines[name], strict=True):
-            for key in keys:
-                value = pytest.approx(line[key], rel=1e-3, abs=1e-5)
-                assert expected[key] == value, (name, expected["step"], key)
+    for expected, line in zip(*(read_metrics(tmp_path / name) for name in layouts), strict=True):
+        for key in keys:
+            value = pytest.approx(line[key], rel=1e-3, abs=1e-5)
+            assert expected[key] == value, (expected["step"], key)
 
 
-def test_tool_turns_the_best_evaluation_and_a_run_from_an_export(setup, tmp_path):
-    """The env answers the first turn. The next run starts from the exported actor and optimizer."""
+def test_tool_turns_exports_and_the_best_evaluation(setup, tmp_path):
+    """The env answers the first turn."""
     interact = """
     def interact(messages):
         turns = sum(m["role"] == "assistant" for m in messages)
@@ -189,7 +183,7 @@ def test_tool_turns_the_best_evaluation_and_a_run_from_an_export(setup, tmp_path
         "rollout.test_sampling_params.max_new_tokens=8",
         "trainer.test_freq=1",
         "trainer.save_best=auto",
-        "trainer.max_steps=6",
+        "trainer.max_steps=4",
         "actor.lr=0.05",
         f"actor.save_dir={exports}",
         "actor.save_freq=1",
@@ -199,10 +193,12 @@ def test_tool_turns_the_best_evaluation_and_a_run_from_an_export(setup, tmp_path
     run = tmp_path / "run"
     rewards = [line["test/reward/mean"] for line in read_metrics(run)]
     best = max(range(1, len(rewards)), key=rewards.__getitem__)  # the first of the equal ones
-    assert len(rewards) == 7
+    assert len(rewards) == 5
     assert json.loads((run / "run.json").read_text())["best"]["step"] == best
     assert same_weights(run / "best_model", exports / f"step_{best}")
-    assert same_weights(run / "model", exports / "step_6")
+    assert (
+        same_weights(run / "model", exports / "step_4") and (exports / "step_4/optimizer").exists()
+    )
     assert (run / f"checkpoints/step_{best}").exists()
     folder = run / "rollouts/train"
     records = read_jsonl(folder / "step_1.jsonl") + read_jsonl(folder / "step_2.jsonl")
@@ -211,17 +207,6 @@ def test_tool_turns_the_best_evaluation_and_a_run_from_an_export(setup, tmp_path
         assert roles == ["user", "assistant", "tool", "assistant"][: 2 * record["num_turns"]]
         assert record["num_turns"] == 2 or record["finish_reason"] == "length"
     assert any(record["num_turns"] == 2 for record in records)
-    exported = exports / f"step_{best}"
-    arguments = ["ppo", *setup, f"actor.model_name={exported}", "trainer.max_steps=1"]
-    with_moments = tmp_path / "with_moments"
-    without_moments = tmp_path / "without_moments"
-    runs = [
-        [*arguments, f"trainer.save_dir={with_moments}", f"actor.optimizer_dir={exported}"],
-        [*arguments, f"trainer.save_dir={without_moments}"],
-    ]
-    launch_runs(1, runs)
-    is_same = same_weights(with_moments / "model", without_moments / "model")
-    assert not is_same, "the exported optimizer changed nothing"
 
 
 @pytest.mark.nightly
@@ -273,7 +258,7 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
 def test_a_teacher_scores_the_sampled_tokens(setup, tmp_path):
     """As transformers does. Before the first update the policy is the start model."""
     teacher = make_model(tmp_path / "teacher", seed=1)
-    keys = ["trainer.save_tokens=true", "trainer.max_steps=2", "adv.estimator=distillation"]
+    keys = ["trainer.save_tokens=true", "trainer.max_steps=1", "adv.estimator=distillation"]
     train(2, *setup, *keys, "actor.loss=reinforce", f"teacher.model_name={teacher}")
     run = tmp_path / "run"
     tokens = load_file(run / "rollouts/train/step_1.safetensors")
@@ -298,14 +283,6 @@ def test_a_teacher_scores_the_sampled_tokens(setup, tmp_path):
     expected = -torch.cat(gains).mean().item()
     assert metrics[0]["actor/teacher_kl"] == pytest.approx(expected, abs=1e-4) and expected > 1e-3
     assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
-
-
-def test_a_system_prompt_is_read_from_a_file(tmp_path):
-    (tmp_path / "prompt.md").write_text("Answer in one word.\n")
-    data = PromptConfig(system_prompt=str(tmp_path / "prompt.md"))
-    template = make_chat_template(data, make_tokenizer(), "2026-11-28")
-    text = template.render([{"role": "user", "content": "say a"}])
-    assert "Answer in one word.<" in text and "prompt.md" not in text
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
@@ -391,51 +368,25 @@ def test_the_kl_from_a_teacher_over_the_whole_vocabulary_falls(setup, tmp_path):
     assert divergences[-1] < 0.7 * divergences[0], divergences
 
 
-def test_a_teacher_with_other_tokens_is_refused(setup, tmp_path):
-    name = make_model(tmp_path / "teacher")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+def test_teachers_of_other_vocabularies_are_refused(setup, tmp_path):
+    """Of other tokens, and of others where tensor parallelism cuts the vocabulary."""
+    padded = make_model(tmp_path / "padded", vocab_size=100)
+    other = make_model(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(name)
-    done = train(1, *setup, f"teacher.model_name={name}", check=False)
-    assert done.returncode == 1
-    assert f"teacher.model_name={name}: its tokens are not the actor's" in done.stderr
-    assert "'<think>' is number 99 there and None in the actor" in done.stderr
-
-
-def test_vocabularies_that_tensor_parallelism_cuts_at_other_tokens_are_refused(setup, tmp_path):
-    teacher = make_model(tmp_path / "teacher", vocab_size=100)
-    keys = [f"teacher.model_name={teacher}", "teacher.kl=full", "actor.tp_size=2"]
-    done = train(2, *setup, *keys, check=False)
-    assert done.returncode == 1
-    assert f"padded to 100 tokens in {teacher} and to 98 in" in done.stderr
-
-
-SLOW_ENV = """
-    import time
-
-    letter_reward = reward_fn
-
-    def reward_fn(messages, answer):
-        time.sleep(0.02)
-        return letter_reward(messages, answer)
-"""
-
-
-@pytest.mark.nightly
-def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(SLOW_ENV))
-    command = ["--standalone", "--nproc_per_node=2", "-m", "rl2.trainer.ppo"]
-    process = start(*command, *setup, "trainer.n_epochs=1000")
-    deadline = time.time() + 120
-    while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    # torchrun may wait 30 s for each rank: its handler can end a wait that holds the lock.
-    output, _ = process.communicate(timeout=120)
-    last_step = read_metrics(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / f"run/checkpoints/step_{last_step}/run.json").exists(), output
-    assert "stopping" in output and f"step {last_step}/6000" in output
-    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+    tokenizer.save_pretrained(other)
+    for world, words, *keys in (
+        (1, "'<think>' is number 99 there and None in the actor", f"teacher.model_name={other}"),
+        (
+            2,
+            f"padded to 100 tokens in {padded} and to 98 in",
+            f"teacher.model_name={padded}",
+            "teacher.kl=full",
+            "actor.tp_size=2",
+        ),
+    ):
+        done = train(world, *setup, *keys, check=False)
+        assert done.returncode == 1 and words in done.stderr
 
 
 def test_a_model_with_too_few_positions_is_refused(setup):
