@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from common import read_cases, run_main, write_jsonl
 
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
 from rl2.report.console import Console, warn_of_checkpoints
-from rl2.report.health import Health, find_problems, learns_from_groups_alone
+from rl2.report.health import Health, find_problems
 from rl2.report.loggers import MetricsLog, start_wandb
 from rl2.report.page import find_headlines, to_json, write_page
 from rl2.run.records import MetricsFile
@@ -102,7 +101,9 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)
 
 
-def test_the_warnings_of_a_step_are_in_its_line(tmp_path, one_process, capsys):
+def test_the_warnings_of_a_step_are_in_its_line_told_once_and_counted(
+    tmp_path, one_process, capsys
+):
     log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, 3)
     for step, same in enumerate(({}, SAME, {}, SAME), 1):
         log.write(step, METRICS | same)
@@ -110,8 +111,13 @@ def test_the_warnings_of_a_step_are_in_its_line(tmp_path, one_process, capsys):
     first, second, third, fourth = MetricsFile(tmp_path).read()
     assert "warnings" not in first and "warnings" not in third
     [(name, reason)] = second["warnings"].items()
-    assert fourth["warnings"].keys() == {name}, "the console tells it once"
-    assert capsys.readouterr().out.splitlines().count(f"step 2 {name}: {reason}") == 1
+    assert fourth["warnings"].keys() == {name}
+    log.close()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if name in line] == [
+        f"step 2 {name}: {reason}",
+        f"2 of 4 steps {name}",
+    ]
 
 
 def console_lines(capsys, steps, config=None, num_steps=100):
@@ -181,38 +187,12 @@ def test_an_evaluation_and_an_offline_step():
     assert problem.name == "taught nothing" and "no token" in problem.reason
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
-def test_a_critic_a_batch_mean_and_a_teacher_learn_from_equal_rewards_too(estimator):
-    config = make_config()
-    config.adv.estimator = estimator
-    compares_groups = "group" in ADVANTAGE_ESTIMATORS[estimator].needs
-    problems = find_problems(STEP | SAME | {"actor/grad_norm": 0.1}, config)
-    assert len(problems) == learns_from_groups_alone(config) == compares_groups
-    config.teacher.model_name = "teacher"
-    assert not learns_from_groups_alone(config)
-
-
-def print_problems(health, metrics):
-    """What the console prints about a step."""
-    return health.describe(metrics["step"], health.check(metrics))
-
-
-def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
-    health = Health(tmp_path, make_config(), start_step=0)
-    printed = []
-    for step in range(1, 121):
-        same = SAME if step % 2 else {}
-        printed += print_problems(health, STEP | same | {"step": step})
-    assert len(printed) == 1 and printed[0].startswith("step 1 taught nothing: ")
-    [summary] = health.summary([])
-    assert "60 of 120" in summary
-
-
 def skip_updates(health, first_step, num_steps, fraction=1.0):
+    """Skips updates in some steps. Returns what the console prints about them."""
     printed = []
     for step in range(first_step, first_step + num_steps):
-        bad = {"actor/grad_norm": math.nan, "actor/skipped": fraction}
-        printed += print_problems(health, STEP | bad | {"step": step})
+        bad = {"step": step, "actor/grad_norm": math.nan, "actor/skipped": fraction}
+        printed += health.describe(step, health.check(STEP | bad))
         health.stop_if_diverged()
     return printed
 
@@ -300,16 +280,15 @@ class FakeWandb(types.ModuleType):
         super().__init__("wandb")
         self.key, self.runs, self.metrics = None, [], []
 
-    def login(self, prompt=True, verify=True):
+    def login(self, prompt, verify):
         assert not prompt, "nobody may be there to answer"
         return bool(self.key)
 
     def init(self, **settings):
+        if len(self.runs) == 2:
+            raise RuntimeError("the run was deleted")
         self.runs.append(settings)
-        return types.SimpleNamespace(log=self.metrics.append, define_metric=self.define_metric)
-
-    def define_metric(self, name, step_metric):
-        assert (name, step_metric) == ("*", "step")
+        return types.SimpleNamespace(log=self.metrics.append, define_metric=lambda *_, **__: None)
 
 
 def test_wandb_gets_the_config_and_an_id_that_resumes_and_its_errors_do_not_stop_a_run(
@@ -323,20 +302,11 @@ def test_wandb_gets_the_config_and_an_id_that_resumes_and_its_errors_do_not_stop
     wandb.key = "secret"
     for _ in range(2):  # the second one resumes the run folder
         start_wandb(tmp_path, config).log(4, {"step": 4, "reward/mean": 0.5})
-    wandb.key = None
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "other").mkdir()
-    assert start_wandb(tmp_path / "other", config) is not None
-    first, second, other = wandb.runs
+    first, second = wandb.runs
     assert first == second and first["id"] and first["resume"] == "allow"
     assert (first["project"], first["name"]) == ("mine", "first")
-    assert first["config"]["data"]["responses_per_prompt"] == 8 and other["id"] != first["id"]
+    assert first["config"]["data"]["responses_per_prompt"] == 8
     assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
-
-    def fail(**settings):
-        raise RuntimeError("the run was deleted")
-
-    monkeypatch.setattr(wandb, "init", fail)
     assert start_wandb(tmp_path, config) is None
     assert "the run was deleted" in capsys.readouterr().out
 
@@ -443,22 +413,20 @@ def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monk
     assert 30_000 < len(json.dumps(run["rollouts"])) < 62_000
 
 
-@pytest.mark.parametrize("num_examples", [0, 1])
-def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path, num_examples):
+def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path):
     """A prompt may have turns of the assistant, as the quickstart's."""
-    example = [{"role": "user", "content": "example"}, *replies("its answer")] * num_examples
-    records = [answer(i, 0, 1.0, "same", num_turns=2) for i in range(2)]
+    question = {"role": "user", "content": "question 0"}
+    prompt = [{"role": "user", "content": "example"}, *replies("its answer"), question]
     turns = [*replies("same"), {"role": "tool", "content": "1"}, *replies("same again")]
-    for record in records:
-        record["messages"] = [*example, record["messages"][0], *turns]
+    records = [answer(i, 0, 1.0, "", num_turns=2, messages=[*prompt, *turns]) for i in range(2)]
     [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
     [group] = run["rollouts"][0]["groups"]
-    assert group["prompt"] == [*example, {"role": "user", "content": "question 0"}]
+    assert group["prompt"] == prompt
     assert [(a["messages"], a["count"]) for a in group["answers"]] == [(turns, 2)]
     # An agent may have asked with more messages.
     records[1]["messages"].insert(-3, {"role": "tool", "content": "1"})
     [run] = report(write_run(tmp_path / "b", 1, {"train/step_1": records}))
-    assert run["rollouts"][0]["groups"][0]["prompt"] == group["prompt"]
+    assert run["rollouts"][0]["groups"][0]["prompt"] == prompt
 
 
 def test_equal_answers_are_there_once_with_their_count(tmp_path, monkeypatch):
@@ -479,14 +447,12 @@ def test_equal_answers_are_there_once_with_their_count(tmp_path, monkeypatch):
 def test_the_warnings_of_a_run_are_in_its_report(tmp_path):
     folder = write_run(tmp_path / "a", 0)
     file = MetricsFile(folder)
-    file.write({"step": 1, "reward/mean": 0.5}, {})
-    for step in range(2, 9):
-        warnings = {"taught nothing": f"reason {step}"} | ({"waited": "cores"} if step == 5 else {})
-        file.write({"step": step, "reward/mean": 0.5}, {}, warnings)
+    for step, *names in ((1,), (2, "idle"), (3, "idle", "waited"), (4, "idle")):
+        file.write({"step": step}, {}, {name: f"reason {step}" for name in names})
     [run] = report(folder)
     assert run["warnings"] == [
-        {"name": "taught nothing", "reason": "reason 2", "steps": [2, 3, 4, 5, 6, 7, 8]},
-        {"name": "waited", "reason": "cores", "steps": [5]},
+        {"name": "idle", "reason": "reason 2", "steps": [2, 3, 4]},
+        {"name": "waited", "reason": "reason 3", "steps": [3]},
     ]
     assert "warnings" not in run["metrics"]
 
@@ -525,17 +491,12 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "absent"):
         assert f"{tmp_path / name} is not the folder of a run" in refuse(tmp_path / name)
-    run = write_run(tmp_path / "run", 1)
+    run = write_run(tmp_path / "run", 0)  # it has just begun
     assert "No such file" in refuse(run, "--out", tmp_path / "no/x.html")
     assert run_main(report_command.main, run) == 0
-    size = (run / "report.html").stat().st_size
-    assert 25_000 < size < 35_000
-    assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
-
-
-def test_a_run_that_has_just_begun_has_a_report(tmp_path):
-    [run] = report(write_run(tmp_path / "a", 0))
-    assert run["num_steps"] == 0 and run["rollouts"] == []
+    assert capsys.readouterr().out.startswith(f"{run}/report.html (")
+    [data] = read_page(run / "report.html")["runs"]
+    assert data["num_steps"] == 0 and data["rollouts"] == []
 
 
 def test_a_run_writes_its_report_and_a_failure_is_a_warning(
@@ -550,13 +511,3 @@ def test_a_run_writes_its_report_and_a_failure_is_a_warning(
     assert not close(1) and (tmp_path / "report.html").exists()
     monkeypatch.setattr("rl2.report.loggers.write_page", lambda *paths: 1 / 0)
     assert close(2)
-
-
-def test_a_run_that_an_error_ends_has_a_report(tmp_path, one_process, monkeypatch):
-    """Also where its process ends with it; in test_api.py it goes on."""
-    at_exit = []
-    monkeypatch.setattr("atexit.register", at_exit.append)
-    MetricsLog(tmp_path, make_config(), 0, 2).write(1, METRICS)
-    [write_report] = at_exit
-    write_report()
-    assert (tmp_path / "report.html").exists()
