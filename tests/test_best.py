@@ -86,6 +86,10 @@ def test_judging():
     assert best.judge(2, {"test/reward/mean": 0.2}).step == 2
     with pytest.raises(ValueError, match="save_best=loss.*accuracy"):
         Best("test/loss").judge(0, {"test/accuracy": 1.0})
+    best = Best("test/*/loss")  # the mean of several test sets
+    for step, (easy, hard) in enumerate([(1.0, 3.0), (2.5, 1.0), (1.9, 1.9)], 1):
+        best = best.judge(step, {"test/easy/loss": easy, "test/hard/loss": hard, "test/x/acc": 0})
+    assert (best.step, best.value) == (2, 1.75)
 
 
 def test_the_best_is_kept(model, monkeypatch, capsys):
@@ -122,13 +126,3 @@ def test_the_best_is_kept(model, monkeypatch, capsys):
         == read_untimed_metrics(short.path)[: best + 1]
         + read_untimed_metrics(whole.path)[best + 1 :]
     )
-
-
-def test_auto_takes_the_mean_of_several_test_sets():
-    config = SFTConfig()
-    config.data.test_path = {"easy": "x.jsonl", "hard": "y.jsonl"}
-    config.trainer.save_best = "auto"
-    best = Best(best_metric(config))
-    for step, (easy, hard) in enumerate([(1.0, 3.0), (2.5, 1.0), (1.9, 1.9)], 1):
-        best = best.judge(step, {"test/easy/loss": easy, "test/hard/loss": hard, "test/x/acc": 0})
-    assert (best.step, best.value) == (2, 1.75)

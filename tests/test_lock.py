@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from common import run
 
 from rl2.run.lock import RunLock, look_at_lock
 
@@ -70,36 +69,3 @@ def test_a_lock_that_another_machine_has_left_is_taken_and_its_owner_named(tmp_p
     assert json.loads(lock.path.read_text())["pid"] != 4711
     assert "process 4711 on node7" in capsys.readouterr().out
     lock.release()
-
-
-RACE = """
-import multiprocessing, sys
-from pathlib import Path
-from rl2.run.lock import RunLock
-
-def compete(folder, start, end, winners):
-    start.wait()
-    try:
-        RunLock(Path(folder)).acquire()
-        winners.put(1)
-    except ValueError:
-        pass
-    end.wait()  # the winner lives until all have tried
-
-context = multiprocessing.get_context("fork")
-for _ in range(12):
-    start, end, winners = context.Barrier(4), context.Barrier(5), context.Queue()
-    arguments = (sys.argv[1], start, end, winners)
-    racers = [context.Process(target=compete, args=arguments) for _ in range(4)]
-    for racer in racers:
-        racer.start()
-    end.wait()
-    for racer in racers:
-        racer.join()
-    print(winners.qsize())
-"""
-
-
-def test_of_several_newcomers_one_takes_a_stale_lock(tmp_path):
-    done = run("-c", RACE, tmp_path)
-    assert done.stdout.split() == ["1"] * 12

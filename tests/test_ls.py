@@ -54,7 +54,7 @@ def owner(host):
     return {"pid": 2**30, "host": host, "since": ""}
 
 
-@pytest.mark.parametrize("arguments", [["ls", "."], [], ["sft", "--help"]])
+@pytest.mark.parametrize("arguments", [["ls", "."], ["sft", "--help"]])
 def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
     write_run(tmp_path / "run")
     reader, writer = os.pipe()
@@ -86,6 +86,13 @@ def test_the_states(tmp_path, capsys):
     write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
     write_run(tmp_path / "copied", lock=None)
     write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/notes.txt").touch()
+    holder = start_holder(tmp_path / "new")  # before it has written any metrics
+    runs, problems = list_runs(capsys, tmp_path)
+    holder.kill()
+    holder.communicate()
+    assert runs["new"][1:] == ["-/-", "-", "running"] and problems == []
     runs, _ = list_runs(capsys, tmp_path)
     assert {name: run[-1] for name, run in runs.items()} == {
         "stopped": "stopped",
@@ -95,20 +102,8 @@ def test_the_states(tmp_path, capsys):
         "evaluated": "finished",
         "copied": "unknown",
         "copied_whole": "finished",
+        "new": "killed",
     }
-
-
-def test_a_run_that_holds_its_folder_is_running_until_it_ends(tmp_path, capsys):
-    """The lock of the run itself, before it has written any metrics."""
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/notes.txt").touch()
-    holder = start_holder(tmp_path / "new")
-    runs, problems = list_runs(capsys, tmp_path)
-    assert runs["new"][1:] == ["-/-", "-", "running"] and problems == []
-    holder.kill()
-    holder.communicate()
-    runs, problems = list_runs(capsys, tmp_path)
-    assert runs["new"][1:] == ["-/-", "-", "killed"] and problems == []
 
 
 def test_other_trainers_and_named_test_sets(tmp_path, capsys):
@@ -146,26 +141,19 @@ def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, c
     (damaged / "config.yaml").write_text("actor: {")
     (damaged / "run.json").write_bytes(b"\xff\x00")
     write_run(tmp_path / "odd", config={"actor": 3}, identity=[], starts=["x"], lock=[])
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign/metrics.jsonl").write_text('{"loss": 1}\n')
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden/run.json").write_text("{}")
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/config.yaml").write_text("a: 1")
+    for file, text in (
+        ("foreign/metrics.jsonl", '{"loss": 1}\n'),
+        (".hidden/run.json", "{}"),
+        ("configs/config.yaml", "a: 1"),
+    ):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(text)
     (tmp_path / "loop").symlink_to(tmp_path)
     runs, problems = list_runs(capsys, tmp_path)
     assert set(runs) == {"whole", "torn", "damaged", "odd", "foreign"}
     assert runs["torn"][1] == "3/3"
-    told = "\n".join(problems)
-    for text in (
-        "torn: metrics.jsonl has 1 broken lines",
-        "damaged: config.yaml is damaged",
-        "damaged: run.json is damaged",
-        "odd: its files are not those of a run",
-        "foreign: this is no run of rl2",
-    ):
-        assert text in told
-    assert "whole" not in told
+    named = sorted(problem.partition(": ")[0].rpartition("/")[2] for problem in problems)
+    assert named == ["damaged", "damaged", "foreign", "odd", "torn"]
 
 
 def test_folders_without_runs(tmp_path, capsys):

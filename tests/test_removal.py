@@ -7,10 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from common import make_model
+from common import ROOT, make_model
 
-ROOT = Path(__file__).resolve().parent.parent
 FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
 ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "vllm", "vllm_start"))
 OTHERS = ("agents", "teacher.py", *ENGINES)
@@ -27,19 +25,22 @@ def remove(package: Path, feature: str) -> None:
     table.write_text(text)
 
 
-TRAINERS = {
-    "sft": {"data.batch_size": 2},
-    "ppo": {
-        "data.prompts_per_rollout": 1,
-        "data.responses_per_prompt": 2,
-        "rollout.env_path": "env.py",
-        "rollout.train_sampling_params.max_new_tokens": 4,
-    },
-}
+TRAIN = """
+import sys
+from rl2.trainer import ppo, sft
+
+common = sys.argv[1:]
+for main, keys in (
+    (sft.main, "data.batch_size=2 trainer.save_dir=sft"),
+    (ppo.main, "data.prompts_per_rollout=1 data.responses_per_prompt=2 rollout.env_path=env.py"
+     " rollout.train_sampling_params.max_new_tokens=4 trainer.save_dir=ppo"),
+):
+    sys.argv[1:] = [*common, *keys.split()]
+    main()
+"""
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_rest_still_trains(tmp_path, trainer):
+def test_the_rest_still_trains(tmp_path):
     shutil.copytree(ROOT / "rl2", tmp_path / "rl2", ignore=shutil.ignore_patterns("__pycache__"))
     for feature in FEATURES:
         remove(tmp_path / "rl2", feature)
@@ -50,19 +51,13 @@ def test_the_rest_still_trains(tmp_path, trainer):
     engines.write_text(rows)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
     (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")
-    keys = {
-        **TRAINERS[trainer],
-        "actor.model_name": make_model(tmp_path / "tiny"),
-        "data.path": "rows.jsonl",
-        "trainer.save_dir": "run",
-        "trainer.max_steps": 1,
-        "trainer.disable_wandb": "true",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        f"rl2.trainer.{trainer}",
-        *(f"{k}={v}" for k, v in keys.items()),
+    keys = [
+        f"actor.model_name={make_model(tmp_path / 'tiny')}",
+        "data.path=rows.jsonl",
+        "trainer.max_steps=1",
+        "trainer.disable_wandb=true",
     ]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}, check=True)
-    assert (tmp_path / "run/model/config.json").exists()
+    environment = {**os.environ, "PYTHONPATH": "."}
+    subprocess.run([sys.executable, "-c", TRAIN, *keys], cwd=tmp_path, env=environment, check=True)
+    for trainer in ("sft", "ppo"):
+        assert (tmp_path / trainer / "model/config.json").exists()

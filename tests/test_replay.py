@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from common import (
     read_jsonl,
     read_metrics,
     run,
+    run_main,
     write_jsonl,
 )
 
@@ -93,40 +93,33 @@ def runs(data):
     commands = [arguments(data, "ppo", data / "runs/ppo", *critic)]
     commands += [arguments(data, name, data / "runs" / name) for name in ("sft", "dpo", "rm")]
     launch_runs(1, commands)
-    edit_json(data / "runs/ppo/run.json", lambda record: record.update(date="2001-02-03"))
     return data / "runs"
 
 
 @pytest.fixture
-def replayed(capsys, monkeypatch):
-    """Calls the command in this process. Returns (status, what it printed)."""
+def replayed(capsys):
+    """Calls the command in this process. Returns (status, what it printed).
 
-    def replay_here(folder, step, *more):
-        words = ["rl2 replay", str(folder), "--step", str(step), *map(str, more)]
-        monkeypatch.setattr(sys, "argv", words)
+    What a run changes in its process is as before afterwards.
+    """
+
+    def replay_here(run, step, *more):
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        folder, path = os.getcwd(), list(sys.path)
         capsys.readouterr()
-        with keep_process(), pytest.raises(SystemExit) as ended:
-            replay.main()
+        try:
+            status = run_main(replay.main, run, "--step", step, *more)
+        finally:
+            os.chdir(folder)
+            sys.path[:] = path
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         printed = capsys.readouterr()
-        return ended.value.code, printed.out + printed.err
+        return status, printed.out + printed.err
 
     return replay_here
-
-
-@contextmanager
-def keep_process():
-    """What a run changes in its process is as before afterwards."""
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    folder, path = os.getcwd(), list(sys.path)
-    try:
-        yield
-    finally:
-        os.chdir(folder)
-        sys.path[:] = path
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "dpo", "rm"])
@@ -134,7 +127,7 @@ def test_steps_of_every_trainer_are_the_same_again(runs, replayed, trainer):
     """The replays evaluate nothing, and RUN is only read."""
     folder = runs / trainer
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    for step in (1, 3) if trainer in ("ppo", "sft") else [3]:
+    for step in (1, 3) if trainer == "ppo" else [3]:
         status, output = replayed(folder, step)
         assert status == 0 and "first difference" not in output, output
         assert f"same: steps {step} to {step}\n" in output
@@ -166,75 +159,56 @@ def copied(runs, tmp_path):
     return shutil.copytree(runs / "ppo", tmp_path / "ppo")
 
 
-@pytest.fixture(scope="module")
-def again(runs, tmp_path_factory):
-    """The folder of a replay of the steps 1 to 3 of `runs`/ppo."""
-    folder = tmp_path_factory.mktemp("again")
-    run = shutil.copytree(
-        runs / "ppo", folder / "run", ignore=shutil.ignore_patterns("checkpoints")
-    )
-    with keep_process():
-        assert replay.replay(run, 3, folder / "out") == ""
-    date = json.loads((folder / "out/run.json").read_text())["date"]
-    assert date == "2001-02-03", "a chat template would show another day"
-    return folder / "out"
-
-
-def edit_answer(**changes):
-    def edit(folder):
-        path = folder / "rollouts/train/step_3.jsonl"
-        records = read_jsonl(path)
-        records[5] |= changes
-        write_jsonl(path, records)
-
-    return edit
-
-
-def drop_answer(folder):
-    path = folder / "rollouts/train/step_1.jsonl"
-    write_jsonl(path, read_jsonl(path)[:-1])
-
-
-def edit_metrics(number, **changes):
-    def edit(folder):
-        lines = read_metrics(folder)
-        lines[number] |= changes
-        write_jsonl(folder / "metrics.jsonl", lines)
-
-    return edit
-
-
-ANSWER = "step 3, answer 5 of rollouts/train/step_3.jsonl\n  "
-EDITS = {  # what is planted in a record -> (the edit, how the first difference begins)
-    "text": (
-        edit_answer(messages=[{"role": "user", "content": 50 * "b"}]),
+STEP_3 = "rollouts/train/step_3.jsonl"
+ANSWER = f"step 3, answer 5 of {STEP_3}\n  "
+EDITS = [  # file, line, what is planted there (None: it is gone), how the first difference begins
+    (
+        STEP_3,
+        5,
+        {"messages": [{"role": "user", "content": 50 * "b"}]},
         f"{ANSWER}messages.0.content: b+ and say",
     ),
-    "row": (edit_answer(row={"answer": "x"}), f"{ANSWER}row.answer: x and abc"),
-    "reward": (edit_answer(reward=7.5, advantage=9.0), f"{ANSWER}reward: 7.5 and "),
-    "answer": (drop_answer, r"step 1, .*jsonl\n  ids of answers\.7: nothing and 7"),
-    "metric": (
-        edit_metrics(2, **{"actor/grad_norm": 0.5}),
+    (STEP_3, 5, {"reward": 7.5, "advantage": 9.0}, f"{ANSWER}reward: 7.5 and "),
+    (
+        "rollouts/train/step_1.jsonl",
+        -1,
+        None,
+        r"step 1, .*jsonl\n  ids of answers\.7: nothing and 7",
+    ),
+    (
+        "metrics.jsonl",
+        2,
+        {"actor/grad_norm": 0.5},
         "step 2, metrics.jsonl\n  actor/grad_norm: 0.5 and ",
     ),
-    "weights": (
-        edit_metrics(-1, weights={"critic": "0" * 16}),
+    (
+        "metrics.jsonl",
+        -1,
+        {"weights": {"critic": "0" * 16}},
         "step 3, metrics.jsonl\n  weights.critic: 0000000000000000 and ",
     ),
-    "time": (edit_metrics(1, **{"time/step": 77.0, "another": 1.0}), "$"),
-}
+    ("metrics.jsonl", 1, {"time/step": 77.0, "another": 1.0}, "$"),
+]
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_a_planted_difference_is_named(copied, again, name):
-    edit, expected = EDITS[name]
-    edit(copied)
-    found = replay.find_difference(copied, again, [1, 2, 3])
-    assert re.match(expected, found), found
+def test_planted_differences_are_named(runs, copied):
+    for name, number, planted, expected in EDITS:
+        path = copied / name
+        whole = read_jsonl(path)
+        lines = read_jsonl(path)
+        if planted is None:
+            del lines[number]
+        else:
+            lines[number] |= planted
+        write_jsonl(path, lines)
+        found = replay.find_difference(copied, runs / "ppo", [1, 2, 3])
+        assert re.match(expected, found), found
+        write_jsonl(path, whole)
 
 
-def test_what_has_changed_since_the_run_is_named(copied, data, replayed):
+def test_what_has_changed_since_the_run_is_named(copied, data, replayed, tmp_path):
     def change(record):
+        record["date"] = "2001-02-03"
         record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
         record["starts"][0]["versions"]["torch"] = "0.1"
 
@@ -242,12 +216,15 @@ def test_what_has_changed_since_the_run_is_named(copied, data, replayed):
     path = data / "env.py"
     text = path.read_text()
     path.write_text(text.replace("return sum", "return 1 - sum"))
-    status, output = replayed(copied, 2)
+    shutil.rmtree(copied / "checkpoints")
+    status, output = replayed(copied, 2, "--out", tmp_path / "out")
     path.write_text(text)
-    assert status == 1 and "first difference: step 2, answer " in output
+    assert status == 1 and "first difference: step 1, answer " in output
     assert "changed since the run:\n" in output
     for name in ("cpu: Z80 -> ", "code: 0000", "versions.torch: 0.1 -> ", "contents.rollout.env_"):
         assert f"  {name}" in output
+    date = json.loads((tmp_path / "out/run.json").read_text())["date"]
+    assert date == "2001-02-03", "a chat template would show another day"
 
 
 def test_other_rows_are_refused_after_a_checkpoint_and_named(data, runs, replayed):
