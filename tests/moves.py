@@ -18,17 +18,11 @@ from rl2.run.weights_hash import hash_states, hash_weights
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "tp": {"tp_size": 2}}
-LOSSES = {
-    "actor": policy_loss,
-    "critic": value_loss,
-    "muon": policy_loss,
-    "lora": value_loss,
-    "muon_lora": policy_loss,
-}
+LOSSES = {"actor": policy_loss, "muon": policy_loss, "lora": value_loss}
 
 
 def make_workers(name, device, layout):
-    """Actors and critics, with and without adapters. Muon trains those whose names say so."""
+    """Two actors, one of them for Muon, and a critic with adapters."""
     settings = {"lr": 1e-3, "warmup_ratio": 0.5, **layout}
     muon = {"optimizer": "muon", "weight_decay": 0.1, **settings}
     torch.manual_seed(0)
@@ -36,10 +30,8 @@ def make_workers(name, device, layout):
     adapted = worker_config(name, lora_rank=2, **settings)
     return {
         "actor": Worker(config, device, False, 8),
-        "critic": Worker(config, device, True, 8),
         "muon": Worker(worker_config(name, **muon), device, False, 8),
         "lora": Worker(adapted, device, True, 8),
-        "muon_lora": Worker(worker_config(name, lora_rank=2, **muon), device, False, 8),
     }
 
 

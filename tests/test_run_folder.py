@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from common import (
     ROOT,
@@ -215,12 +214,10 @@ def listed(run):
     return summary.state, summary.step, summary.num_steps
 
 
-def test_a_finished_run_started_again_says_how_to_go_on(setup, train, tmp_path):
-    setup.append(f"actor.save_dir={tmp_path}/exports")
+def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     status, output = train()
     run = tmp_path / "runs/default"
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6] and "changed:" not in output
-    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step_6"]
     assert listed(run) == ("finished", 6, 6)
     before = contents(run)
     status, output = train()
@@ -253,8 +250,6 @@ def test_a_finished_run_started_again_says_how_to_go_on(setup, train, tmp_path):
     status, output = train("trainer.resume=off", "trainer.max_steps=1")
     assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
     assert steps(run) == [1] and steps(run / "branches/1") == [1, 2, 3, 4, 5, 6, 7]
-    assert Checkpoints(run / "branches/1/checkpoints").steps() == [2, 4, 6, 7]
-    assert (run / "branches/1/model/config.json").exists()
     assert (run / "branches/1/wandb_id").exists() and not (run / "wandb_id").exists()
     assert Checkpoints(run / "checkpoints").steps() == [1], "the last step was not saved"
 
@@ -330,7 +325,9 @@ def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, 
 # Branches.
 
 
-def test_an_older_checkpoint_begins_a_branch(train, run, tmp_path, monkeypatch):
+def test_an_older_checkpoint_begins_a_branch_in_which_the_same_command_goes_on(
+    train, run, tmp_path, monkeypatch
+):
     """Although the folder of the run is a mount point, which cannot be renamed."""
     rename = os.rename
 
@@ -341,25 +338,31 @@ def test_an_older_checkpoint_begins_a_branch(train, run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", rename_all_but_the_folder)
     old_step_4 = contents(run / "checkpoints/step_4")
-    status, output = train(
-        f"trainer.resume={run}/checkpoints/step_2",
-        "actor.lr=0.1",
-        "trainer.max_steps=4",
-        "trainer.keep_checkpoints=1",
-    )
+    keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1", "trainer.save_freq=1"]
+    status, output = train(*keys, "trainer.max_steps=4")
     assert status == 0 and "what came after step 2 is now in runs/default/branches/1" in output
     assert steps(run) == [1, 2, 3, 4] and steps(run / "branches/1") == [3, 4]
     assert contents(run / "branches/1/checkpoints/step_4") == old_step_4
     assert (run / "branches/1/model/config.json").exists()
     assert "lr: 0.01" in (run / "branches/1/config.yaml").read_text()
-    assert Checkpoints(run / "checkpoints").steps() == [4], "the branch lost its checkpoint"
+    assert Checkpoints(run / "checkpoints").steps() == [2, 3, 4]
+
+    whole = read_untimed_metrics(run)
+    shutil.rmtree(run / "checkpoints/step_4")  # as if the run had been killed before
+    status, output = train(*keys, "trainer.max_steps=4")
+    assert status == 0 and "resumes from runs/default/checkpoints/step_3 and not from" in output
+    assert "changed since" not in output and "3 of 4 steps are done" in output
+    assert f"trainer.resume=force:{run}" in output and read_untimed_metrics(run) == whole
+    status, output = train(*keys, "trainer.max_steps=3")  # another command begins there again
+    assert status == 0 and "2 of 3 steps are done" in output
+
     # Into a folder of its own, and with another order of the rows only if that is forced.
-    named = f"{run}/checkpoints/step_4"
-    other = [f"trainer.save_dir={tmp_path}/other", "data.shuffle=false", "trainer.max_steps=5"]
+    named = f"{run}/checkpoints/step_3"
+    other = [f"trainer.save_dir={tmp_path}/other", "data.shuffle=false", "trainer.max_steps=4"]
     status, output = train(*other, f"trainer.resume={named}")
     assert status == 1 and f"trainer.resume=force:{named} resumes" in output
     status, output = train(*other, f"trainer.resume=force:{named}")
-    assert status == 0 and steps(tmp_path / "other") == [5] and steps(run)[-1] == 4
+    assert status == 0 and steps(tmp_path / "other") == [4] and steps(run)[-1] == 3
 
 
 def test_folders_that_a_user_names_are_no_checkpoints(tmp_path):
@@ -379,12 +382,10 @@ def test_a_restart_by_torchrun_does_not_begin_again(train, run, monkeypatch):
     status, _ = train("trainer.max_steps=5")
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert status == 0 and [start["step"] for start in starts] == [0, 4]
-    last = starts[-1]
-    assert last["command"][-1] == "trainer.max_steps=5" and last["world_size"] == 1
-    assert last["versions"]["torch"] == torch.__version__ and last["seed"] == 0
+    assert starts[-1]["command"][-1] == "trainer.max_steps=5"
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    assert (last["commit"] or "").startswith(head)
+    assert (starts[-1]["commit"] or "").startswith(head)
 
 
 def test_which_changes_make_another_experiment(tmp_path, monkeypatch):
@@ -424,21 +425,6 @@ def test_a_text_that_is_no_path_names_no_file(text):
     assert identify(config, "").contents == {}
 
 
-def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
-    """It keeps its own newer checkpoints. Another command begins there again."""
-    keys = [f"trainer.resume={run}/checkpoints/step_2", "trainer.save_freq=1"]
-    train(*keys, "trainer.max_steps=4")
-    whole = read_untimed_metrics(run)
-    shutil.rmtree(run / "checkpoints/step_4")  # as if the run had been killed before
-    status, output = train(*keys, "trainer.max_steps=4")
-    assert status == 0 and "resumes from runs/default/checkpoints/step_3 and not from" in output
-    assert "changed since" not in output
-    assert "3 of 4 steps are done" in output and f"trainer.resume=force:{run}" in output
-    assert read_untimed_metrics(run) == whole
-    status, output = train(*keys, "trainer.max_steps=3")
-    assert status == 0 and "2 of 3 steps are done" in output
-
-
 def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     become_ppo, train, tmp_path
 ):
@@ -455,32 +441,21 @@ def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     assert rates == pytest.approx([0.01 * (1 - done / 8) for done in (6, 7)])
 
 
-def ruin_the_third_update(monkeypatch, factor):
-    schedule = worker.schedule
-
-    def ruin(done, *rest):
-        return schedule(done, *rest) * (factor if done == 2 else 1.0)
-
-    monkeypatch.setattr(worker, "schedule", ruin)
-
-
-DIVERGING = ["trainer.max_steps=6", "trainer.n_epochs=9", "trainer.save_freq=1"]
-DIVERGING += ["trainer.keep_checkpoints=1"]
-
-
 def test_ppo_that_diverges_names_its_last_good_checkpoint(become_ppo, train, tmp_path, monkeypatch):
     """Its logits are not finite. The same command fails again, and says the same."""
+    keys = ["trainer.max_steps=5", "trainer.n_epochs=9", "trainer.save_freq=1"]
+    keys += ["trainer.keep_checkpoints=1"]
     monkeypatch.setattr(health, "SKIPPED_UPDATES", 2)
     with monkeypatch.context() as patch:
-        ruin_the_third_update(patch, 1e20)
-        results = [train(*DIVERGING, main=ppo.main)]
-    results.append(train(*DIVERGING, main=ppo.main))
+        patch.setattr(worker, "schedule", lambda done, *rest: 1e20 if done == 2 else 1.0)
+        results = [train(*keys, main=ppo.main)]
+    results.append(train(*keys, main=ppo.main))
     good = "runs/default/checkpoints/step_2"
     for status, output in results:
         assert status == 1 and "Traceback" not in output, output
         assert "lower actor.lr=0.01" in output and f"trainer.resume={good}" in output
-    status, output = train(*DIVERGING, f"trainer.resume={good}", main=ppo.main)
-    assert status == 0 and steps(tmp_path / "runs/default") == list(range(1, 7))
+    status, output = train(*keys, f"trainer.resume={good}", main=ppo.main)
+    assert status == 0 and steps(tmp_path / "runs/default") == [1, 2, 3, 4, 5]
 
 
 def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch):
@@ -491,9 +466,6 @@ def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch)
         status, output = train("trainer.save_freq=1")
     assert status == 0 and "step 3 gets no checkpoint" in output
     assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [1, 2]
-
-
-# How a step ends.
 
 
 # A stop leaves the evaluation of its step to the next launch.
@@ -541,12 +513,9 @@ def test_a_stopped_run_evaluates_when_it_is_started_again(become_ppo, train, tmp
     assert status == 0, output
     # All ranks ask whether to stop before the first one writes, and again after an evaluation.
     evaluation = ["evaluate", "write_records"]
-    ask = ["is_requested_anywhere"]
-    assert calls == [
-        *evaluation,
-        "write",
-        *2 * (ask + evaluation + ask + ["write_records", "write"]),
-    ]
+    ask = "is_requested_anywhere"
+    step = [ask, *evaluation, ask, "write_records", "write"]
+    assert calls == [*evaluation, "write", *step, *step]
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
     for step in (1, 2):
         with monkeypatch.context() as patch:
@@ -582,7 +551,6 @@ def test_a_signal_in_an_evaluation_trains_no_further_step(train, tmp_path, monke
 # What a kill or a disk leaves.
 
 
-# File -> its damaged content -> what is said of it.
 DAMAGES = [  # a file and its damaged content
     ("run.json", '{"starts": ['),
     ("run.json", "[]"),

@@ -5,13 +5,11 @@ They test that rewards rise, which files a run writes, and that killed runs resu
 
 import json
 import socket
-import subprocess
-import sys
 import textwrap
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from common import (
     LETTER_ENV,
     ROOT,
@@ -19,16 +17,15 @@ from common import (
     launch,
     launch_runs,
     letter_run,
-    make_environment,
     make_model,
     make_tokenizer,
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
+    run,
     same_weights,
     write_jsonl,
 )
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.config.parse import parse
@@ -55,17 +52,6 @@ def free_port() -> int:
 def train(world, *arguments, **options):
     """Run rl2.trainer.ppo with `world` processes."""
     return launch(world, *PPO, *arguments, **options)
-
-
-def start(*command, **environment):
-    """Start torchrun, and do not wait for it. Its stdout and stderr are one pipe."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *command],
-        env=make_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def test_grpo_learns_and_writes_its_files(setup, tmp_path):
@@ -196,9 +182,8 @@ def test_tool_turns_exports_and_the_best_evaluation(setup, tmp_path):
     assert len(rewards) == 5
     assert json.loads((run / "run.json").read_text())["best"]["step"] == best
     assert same_weights(run / "best_model", exports / f"step_{best}")
-    assert (
-        same_weights(run / "model", exports / "step_4") and (exports / "step_4/optimizer").exists()
-    )
+    assert same_weights(run / "model", exports / "step_4")
+    assert (exports / "step_4/optimizer").exists()  # test_checkpoint.py reads one
     assert (run / f"checkpoints/step_{best}").exists()
     folder = run / "rollouts/train"
     records = read_jsonl(folder / "step_1.jsonl") + read_jsonl(folder / "step_2.jsonl")
@@ -237,82 +222,32 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         assert line["actor/age"] == pytest.approx(line["rollout/staleness"], abs=1e-6)
     assert sum(line["reward/mean"] for line in lines[-3:]) > 1
     counts = Counter()  # of trajectories, by prompt
-    newest_versions = []  # of each step
     for step in range(1, 13):
         records = read_jsonl(tmp_path / f"run/rollouts/train/step_{step}.jsonl")
         assert len(records) == 32 and len({record["id"] for record in records}) == 32
-        versions = []
         for record in records:
             assert sum(num for _, num in record["versions"]) == record["length"]
             assert all(version < step for version, _ in record["versions"])
-            versions += [version for version, _ in record["versions"]]
             counts[record["messages"][0]["content"]] += 1
-        newest_versions.append(max(versions))
     assert set(counts.values()) == {2 * 8} and len(counts) == 24
-    # A step may end answers that the previous step started, so all of its answers can be older than
-    # its weights.
-    for step, version in enumerate(newest_versions):
-        assert step - 1 <= version <= step, newest_versions
-
-
-def test_a_teacher_scores_the_sampled_tokens(setup, tmp_path):
-    """As transformers does. Before the first update the policy is the start model."""
-    teacher = make_model(tmp_path / "teacher", seed=1)
-    keys = ["trainer.save_tokens=true", "trainer.max_steps=1", "adv.estimator=distillation"]
-    train(2, *setup, *keys, "actor.loss=reinforce", f"teacher.model_name={teacher}")
-    run = tmp_path / "run"
-    tokens = load_file(run / "rollouts/train/step_1.safetensors")
-    policy, teacher = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")
-        for name in ("tiny", "teacher")
-    )
-
-    def score(model, ids):
-        logps = model(ids[None, :-1]).logits[0].log_softmax(-1)
-        return logps.gather(1, ids[1:, None])[:, 0]
-
-    gains = []
-    ends = tokens["length"].cumsum(0).tolist()
-    for start, end in zip([0, *ends], ends, strict=False):
-        ids, mask = tokens["tokens"][start:end].long(), tokens["mask"][start:end].bool()
-        with torch.no_grad():
-            gain = (score(teacher, ids) - score(policy, ids))[mask[1:]]
-        torch.testing.assert_close(tokens["advantages"][start:end][mask], gain, rtol=0, atol=1e-4)
-        gains.append(gain)
-    metrics = read_metrics(run)
-    expected = -torch.cat(gains).mean().item()
-    assert metrics[0]["actor/teacher_kl"] == pytest.approx(expected, abs=1e-4) and expected > 1e-3
-    assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
-    """The policy moves away from the reference, which is the base model. A resumed run ends with
-    the same bits.
-    """
+    """The policy moves away from the reference, which is the base model."""
     arguments = [
-        "ppo",
         *setup,
         "actor.lora_rank=4",
         "kl.coef=0.01",
         "kl.type=reward",
         "trainer.max_steps=2",
-        "trainer.save_freq=1",
         "adv.estimator=gae",
         "critic.lr=0.01",
         "critic.dtype=float32",
         "critic.lora_rank=2",
     ]
-    resumed = [
-        *arguments,
-        f"trainer.resume={tmp_path / 'run/checkpoints/step_1'}",
-        f"trainer.save_dir={tmp_path / 'resumed'}",
-    ]
-    launch_runs(2, [arguments, resumed])
+    train(2, *arguments)
     lines = read_metrics(tmp_path / "run")
     assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
-    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 1]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    assert same_weights(tmp_path / "resumed/model", tmp_path / "run/model")
     mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
     assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine lacks the adapters"
     check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
@@ -397,30 +332,9 @@ def test_a_model_with_too_few_positions_is_refused(setup):
         make_prompts(config, rows, ChatTemplate(make_tokenizer()))
 
 
-KILL_ENV = """
-    import os
-    import signal
-
-    num_calls = 0
-    letter_reward = reward_fn
-
-    def reward_fn(messages, answer):
-        global num_calls
-        num_calls += 1
-        if num_calls == int(os.environ.get("KILL_AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return letter_reward(messages, answer)
-"""
-
-
 @pytest.mark.nightly
-def test_a_run_on_two_nodes_that_is_killed_resumes_bit_for_bit(setup, tmp_path):
-    """Two torchrun agents on the loopback interface act as two nodes.
-
-    The environment of one rank kills its process in mid-step. The run is resumed by two agents, and
-    then by one with two processes. It must equal the run of one agent that was not killed.
-    """
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(KILL_ENV))
+def test_a_run_on_two_nodes_is_that_of_one_node_and_goes_on_there(setup, tmp_path):
+    """Two torchrun agents on the loopback interface act as two nodes, bit for bit."""
     arguments = [
         *setup,
         "actor.sp_size=2",
@@ -430,30 +344,23 @@ def test_a_run_on_two_nodes_that_is_killed_resumes_bit_for_bit(setup, tmp_path):
         "critic.dtype=float32",
     ]
     command = [
+        "-m",
+        "torch.distributed.run",
         "--nnodes=2",
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
         f"--rdzv_endpoint=127.0.0.1:{free_port()}",
         *PPO,
         *arguments,
-        "trainer.max_steps=4",
+        "trainer.max_steps=2",
     ]
-    # Every step makes 16 calls on each of two ranks, so call 56 is in step 4.
-    agents = [start(*command, KILL_AT=call) for call in ("0", "56")]
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert all(agent.returncode != 0 for agent in agents), outputs
-    run = tmp_path / "run"
-    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
-    (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
-    agents = [start(*command) for _ in range(2)]
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert "step_2: 2 of 4 steps are done" in "".join(outputs)
-    train(2, *arguments, "trainer.max_steps=5")
-    not_killed = tmp_path / "not_killed"
-    train(2, *arguments, "trainer.max_steps=5", f"trainer.save_dir={not_killed}")
-    assert read_untimed_metrics(run) == read_untimed_metrics(not_killed)
-    assert same_weights(run / "model", not_killed / "model")
-    for step in range(1, 6):
-        file = f"rollouts/train/step_{step}.jsonl"
-        assert (run / file).read_text() == (not_killed / file).read_text()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda node: run(*command), range(2)))
+    resumed = train(2, *arguments, "trainer.max_steps=3")
+    assert "step_2: 2 of 3 steps are done" in resumed.stdout
+    whole = tmp_path / "whole"
+    train(2, *arguments, "trainer.max_steps=3", f"trainer.save_dir={whole}")
+    assert read_untimed_metrics(tmp_path / "run") == read_untimed_metrics(whole)
+    assert same_weights(tmp_path / "run/model", whole / "model")
+    for path in whole.glob("rollouts/train/*.jsonl"):
+        assert path.read_bytes() == (tmp_path / "run" / path.relative_to(whole)).read_bytes()
