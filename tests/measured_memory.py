@@ -1,5 +1,5 @@
 """Runs the phases of small jobs on the CPU for real and on a device without memory, and writes the
-bytes of both: `launch.py WORLD measured_memory.py MODEL OUTPUT.json [4bit]`.
+bytes of both: `launch.py WORLD measured_memory.py MODEL MODEL_IN_4_BITS OUTPUT.json`.
 """
 
 import json
@@ -21,6 +21,7 @@ from rl2.tools.memory import Plan, predict, run_phases
 from rl2.tools.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
 LENGTH = 512  # tokens of a micro-batch
+NF4 = {"dtype": "bfloat16", "lora_rank": 4, "quantize_base": "nf4"}  # as on a GPU
 # World size -> job -> (config, keys of the actor).
 JOBS = {
     1: {
@@ -28,7 +29,7 @@ JOBS = {
         "sft without checkpointing": (SFTConfig, {"gradient_checkpointing": False}),
         "dpo with adapters": (DPOConfig, {"lora_rank": 4}),
         "pairs of two rows": (RMConfig, {}),
-        "muon": (SFTConfig, {"optimizer": "muon"}),
+        "dpo of 4 bits": (DPOConfig, NF4),
     },
     2: {
         "fsdp": (SFTConfig, {}),
@@ -36,14 +37,8 @@ JOBS = {
         "ring": (SFTConfig, {"sp_size": 2}),
         "tensor parallel": (SFTConfig, {"tp_size": 2}),
         "ppo with muon": (PPOConfig, {"optimizer": "muon"}),
+        "sft of 4 bits": (SFTConfig, {**NF4, "gradient_checkpointing": False}),
     },
-}
-# The same for a model of more layers and fewer tokens. What is gathered of an embedding takes more
-# than is predicted, which would be a large part of a model whose layers take 4 bits.
-NF4 = {"dtype": "bfloat16", "lora_rank": 4, "quantize_base": "nf4"}  # as on a GPU
-JOBS_OF_4_BITS = {
-    1: {"dpo of 4 bits": (DPOConfig, NF4)},
-    2: {"sft of 4 bits": (SFTConfig, {**NF4, "gradient_checkpointing": False})},
 }
 
 
@@ -86,15 +81,15 @@ def bytes_of(plan: Plan) -> dict[str, int]:
     return {**peaks, "steady": plan.steady}
 
 
-def main(model: str, output: str, kind_of_jobs: str = "") -> None:
-    jobs = JOBS_OF_4_BITS if kind_of_jobs == "4bit" else JOBS
+def main(model: str, model_in_4_bits: str, output: str) -> None:
     device = init_distributed()
     rank = dist.get_rank()
     world = dist.get_world_size()
     measured = {}
     configs = {}
-    for job, (kind, keys) in jobs[world].items():
-        configs[job] = make_config(kind, model, keys)
+    for job, (kind, keys) in JOBS[world].items():
+        name = model_in_4_bits if "quantize_base" in keys else model
+        configs[job] = make_config(kind, name, keys)
         with MemoryTracker(device) as memory:
             measured[job] = bytes_of(run_phases(configs[job], memory, device))
     dist.destroy_process_group()

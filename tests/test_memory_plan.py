@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import memory_fits
 import pytest
+import shapes
 from common import WINDOWED, launch, make_model, run, run_main
 from measured_memory import make_config
-from transformers import Qwen3Config
 
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
 from rl2.tools.memory import count_equal_layers, plan_layers, predict
@@ -26,29 +26,18 @@ SIZES = {
 @pytest.mark.parametrize("world", [1, 2])
 def test_predicted_bytes_are_those_of_a_real_run(tmp_path, world):
     model = make_model(tmp_path / "model", "qwen3", **SIZES)
-    launch(world, "tests/measured_memory.py", model, tmp_path / "bytes.json")
-    assert compare_bytes(world, tmp_path / "bytes.json") >= 3
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_predicted_bytes_of_a_base_in_4_bits_are_those_of_a_real_run(tmp_path, world):
+    # Of more layers and fewer tokens: what is gathered of an embedding takes more than is
+    # predicted, which would be a large part of a model whose layers take 4 bits.
     sizes = {**SIZES, "hidden_size": 256, "num_hidden_layers": 6, "vocab_size": 128}
     sizes["initializer_range"] = 0.02  # or the tokens of a row are certain, and have no gradient
-    model = make_model(tmp_path / "model", "qwen3", **sizes)
-    launch(world, "tests/measured_memory.py", model, tmp_path / "bytes.json", "4bit")
-    assert compare_bytes(world, tmp_path / "bytes.json") == 1
-
-
-def compare_bytes(world, file) -> int:
-    """Compares the predicted bytes of jobs with the measured ones. Returns how many there are."""
-    jobs = json.loads(file.read_text())
+    quantised = make_model(tmp_path / "quantised", "qwen3", **sizes)
+    launch(world, "tests/measured_memory.py", model, quantised, tmp_path / "bytes.json")
+    jobs = json.loads((tmp_path / "bytes.json").read_text())
+    assert len(jobs) >= 5
     for job, bytes_of in jobs.items():
         assert bytes_of["predicted"].keys() == bytes_of["measured"].keys()
         for phase, measured in bytes_of["measured"].items():
-            predicted = bytes_of["predicted"][phase]
-            print(f"{world} {job:32} {phase:8} {predicted:>12,} predicted {measured:>12,} measured")
-            assert predicted == pytest.approx(measured, rel=0.1), (job, phase)
-    return len(jobs)
+            assert bytes_of["predicted"][phase] == pytest.approx(measured, rel=0.1), (job, phase)
 
 
 @pytest.mark.parametrize(
@@ -95,17 +84,8 @@ def test_the_table_of_the_docs_has_the_plan_of_today():
 
 def make_large_config(folder) -> str:
     """A folder with the config of a model of 0.2e9 weights, and without any."""
-    config = Qwen3Config(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000}
+    shapes.make_config("qwen3-0.6b", num_hidden_layers=2, **sizes).save_pretrained(folder)
     return str(folder)
 
 
