@@ -1,25 +1,16 @@
 """Runs that meet signals, hangs, lost ranks and full disks. The scenarios are in faults.py."""
 
-import json
 import signal
 import textwrap
 
-import pytest
-from common import make_model, run
+from common import make_model, run, write_jsonl
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a model and rows for SFT."""
-    folder = tmp_path_factory.mktemp("faults")
-    make_model(folder / "tiny")
+def test_signals_full_disks_hangs_and_a_lost_rank(tmp_path):
+    make_model(tmp_path / "tiny")
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
-    (folder / "rows.jsonl").write_text(4 * (json.dumps(row) + "\n"))
-    return folder
-
-
-def test_signals_full_disks_and_a_port_in_use(folder):
-    run("tests/faults.py", folder, "signals", "disks", timeout=300)
+    write_jsonl(tmp_path / "rows.jsonl", 4 * [row])
+    run("tests/faults.py", tmp_path, timeout=600)
 
 
 def test_a_crash_in_native_code_prints_where_it_was(tmp_path):
@@ -41,12 +32,7 @@ def test_a_crash_in_native_code_prints_where_it_was(tmp_path):
     assert 'crash.py", line 6 in crash' in done.stderr
 
 
-def test_the_watchdog_and_a_lost_rank(folder):
-    run("tests/faults.py", folder, "watchdog", timeout=300)
-
-
 def test_killed_runs_resume_to_equal_bits(tmp_path):
     """A slice of the hundred kills: of a run with a critic on two ranks, and of a reward model."""
     arguments = ["--kills", "3", "--seed", "3", "--case", "ppo_critic", "rm"]
-    done = run("tests/kills.py", tmp_path, *arguments, timeout=200)
-    assert "3 kills" in done.stdout and "; 0 runs failed" in done.stdout, done.stdout
+    run("tests/kills.py", tmp_path / "runs", *arguments, timeout=200)
