@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ from rl2.algorithms.losses import PolicyInputs, PreferenceInputs, UnpairedInputs
 from rl2.batch import Sample
 from rl2.data.rows import Rows, check_rows
 from rl2.data.store import make_table
+from rl2.run.signals import STOP_SIGNALS
 from rl2.tools.replay import TIMED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -358,6 +360,22 @@ def run_main(main, *words) -> int:
         except SystemExit as ended:
             return ended.code or 0
     return 0
+
+
+@contextmanager
+def keep_process():
+    """What a run changes in this process is as before afterwards."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    folder, path = os.getcwd(), list(sys.path)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        sys.path[:] = path
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def torchrun(world, *command, **options) -> subprocess.CompletedProcess:

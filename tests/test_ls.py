@@ -106,29 +106,18 @@ def test_the_states(tmp_path, capsys):
     }
 
 
-def test_other_trainers_and_named_test_sets(tmp_path, capsys):
+def test_success_of_other_trainers_of_a_score_and_of_test_sets(tmp_path, capsys):
     lines = [{"step": 1, "actor/loss": 2.5, "test/news/loss": 2.0, "test/code/loss": 1.0}]
     write_run(tmp_path / "sft", trainer="SFTConfig", lines=lines)
     write_run(tmp_path / "rm", trainer="RMConfig", lines=[{"step": 1, "critic/loss": 0.5}])
-    runs, _ = list_runs(capsys, tmp_path)
-    assert runs["sft"][:3] == ["sft", "1/3", "loss 2.5, test/news 2, test/code 1"]
-    assert runs["rm"][:3] == ["rm", "1/3", "loss 0.5"]
-
-
-def test_what_the_user_calls_success_is_listed(tmp_path, capsys):
     lines = [{"step": 1, "reward/mean": 1.5, "reward/right": 0.5, "test/reward/mean": 1.25}]
     lines[0] |= {"test/avg@4": 0.25, "test/avg@4_stderr": 0.1, "test/pass@4": 1.0}
-    sets = [{"step": 1, "reward/mean": 1.5, "test/a/reward/mean": 1.25, "test/a/avg@1": 0.125}]
-    for name, score in (("score", "right"), ("old", None)):
-        config = {**PPO, "rollout": {"score": score}}
-        write_run(tmp_path / name, config=config, lines=lines)
-        write_run(tmp_path / f"sets_{name}", config=config, lines=sets)
+    write_run(tmp_path / "ppo", config={**PPO, "rollout": {"score": "right"}}, lines=lines)
     runs, _ = list_runs(capsys, tmp_path)
-    assert {name: run[2] for name, run in runs.items()} == {
-        "score": "right 0.5, test 0.25",
-        "old": "reward 1.5, test 1.25",
-        "sets_score": "reward 1.5, test/a 0.125",
-        "sets_old": "reward 1.5, test/a 1.25",
+    assert {name: run[:3] for name, run in runs.items()} == {
+        "sft": ["sft", "1/3", "loss 2.5, test/news 2, test/code 1"],
+        "rm": ["rm", "1/3", "loss 0.5"],
+        "ppo": ["ppo", "1/3", "right 0.5, test 0.25"],
     }
 
 

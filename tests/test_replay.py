@@ -1,16 +1,13 @@
 """`python -m rl2 replay`: a recorded step is run again, and each planted change is named."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import sys
 
 import pytest
-import torch.distributed as dist
 from common import (
     LETTER_ENV,
+    keep_process,
     launch,
     launch_runs,
     make_model,
@@ -20,7 +17,6 @@ from common import (
     write_jsonl,
 )
 
-from rl2.run.signals import STOP_SIGNALS
 from rl2.tools import replay
 
 
@@ -103,24 +99,12 @@ def runs(data):
 
 @pytest.fixture
 def replayed(capsys):
-    """Calls the command in this process. Returns (status, what it printed).
-
-    What a run changes in its process is as before afterwards.
-    """
+    """Calls the command in this process. Returns (status, what it printed)."""
 
     def replay_here(run, step, *more):
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        folder, path = os.getcwd(), list(sys.path)
         capsys.readouterr()
-        try:
+        with keep_process():
             status = run_main(replay.main, run, "--step", step, *more)
-        finally:
-            os.chdir(folder)
-            sys.path[:] = path
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 

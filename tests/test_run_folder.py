@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 from functools import partial
@@ -13,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from common import (
     ROOT,
+    keep_process,
     launch,
     make_model,
     read_metrics,
@@ -36,7 +35,7 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.folder import RunFolder
 from rl2.run.lock import RunLock
-from rl2.run.signals import STOP_SIGNALS, StopSignal
+from rl2.run.signals import StopSignal
 from rl2.run.start import find_changes, identify
 from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, sft
@@ -72,18 +71,6 @@ def set_up(folder, model):
     ]
 
 
-def run_trainer(main, *arguments):
-    """Runs a trainer in this process. Returns its status."""
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        return run_main(main, *arguments)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 @pytest.fixture
 def setup(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -96,7 +83,8 @@ def train(setup, capsys):
 
     def train_here(*arguments, main=sft.main):
         capsys.readouterr()
-        status = run_trainer(main, *setup, *arguments)
+        with keep_process():
+            status = run_main(main, *setup, *arguments)
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
@@ -107,9 +95,9 @@ def train(setup, capsys):
 def trained_run(tmp_path_factory, model):
     """The folder of a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_trainer(sft.main, *set_up(folder, model), "trainer.max_steps=4") == 0
+    with keep_process():
+        os.chdir(folder)
+        assert run_main(sft.main, *set_up(folder, model), "trainer.max_steps=4") == 0
     return folder / "runs/default"
 
 
