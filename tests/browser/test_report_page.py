@@ -53,7 +53,7 @@ def pages(tmp_path_factory):
     records[0]["messages"][-1]["content"] = f"{EVIL} needle"
     records[1]["messages"][-1]["content"] = "long " * 1000 + "haystack"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    second = write_run(folder / "second", num_steps=20, num_groups=2, lr=3e-6, seed=1)
+    second = write_run(folder / "second", num_steps=20, num_groups=2, lr=3e-6)
     sft = folder / "sft"
     sft.mkdir()
     (sft / "metrics.jsonl").write_text('{"step": 1, "actor/loss": 0.5}\n{"step": 2, "act')
@@ -128,15 +128,6 @@ def test_the_curves_of_one_run_are_drawn(open_page):
     assert page.locator("svg:not([aria-label])").count() == 0
 
 
-def test_a_fold_opens_with_the_keyboard(open_page):
-    page = open_page("one")
-    page.locator("summary", has_text="Others").focus()
-    page.keyboard.press("Enter")
-    page.locator("figure", has_text="actor/lr").wait_for(timeout=5000)
-    page.select_option("#smoothing", "5")  # draws the curves again
-    assert page.locator("figure", has_text="actor/lr").is_visible()
-
-
 def axis_of(figure):
     """The numbers at the left of a chart."""
     texts = figure.locator("svg text[text-anchor=end]").all_text_contents()
@@ -166,17 +157,13 @@ def test_what_never_changes_is_a_value_and_no_chart(open_page):
     assert not page.locator("#warnings").is_visible()
 
 
-def test_warnings_have_their_steps(open_page):
+def test_warnings_have_their_steps_and_messages_before_a_question_are_folded(open_page):
     page = open_page("tested")
     [nothing, cut] = page.locator("#warnings li").all_inner_texts()
     assert nothing.startswith(f"step 7 taught nothing: the reason {EVIL}")
     assert nothing.endswith("2 of 30 steps, 7 to 9")
     assert cut.startswith("step 10 had most answers cut: too long")
     assert cut.endswith("21 of 30 steps, 10 to 30")
-
-
-def test_the_messages_before_a_question_are_folded(open_page):
-    page = open_page("tested")
     page.select_option("#split", "test")
     group = page.locator("#groups > article").first
     example = group.get_by_text("An example: 1")
@@ -185,7 +172,7 @@ def test_the_messages_before_a_question_are_folded(open_page):
     expect(example).to_be_visible()
 
 
-def test_the_values_of_a_step_are_at_the_pointer_and_curves_can_be_smooth(open_page):
+def test_values_are_at_the_pointer_and_curves_can_be_smooth(open_page):
     page = open_page("one")
     reward = page.locator("figure", has_text="reward/mean").first
     box = reward.locator("svg").bounding_box()
@@ -193,7 +180,11 @@ def test_the_values_of_a_step_are_at_the_pointer_and_curves_can_be_smooth(open_p
     assert "step 27:" in reward.inner_text()
     page.mouse.move(0, 0)
     assert "step 27:" not in reward.inner_text()
-    page.select_option("#smoothing", "5")
+    page.locator("summary", has_text="Others").focus()
+    page.keyboard.press("Enter")
+    page.locator("figure", has_text="actor/lr").wait_for(timeout=5000)
+    page.select_option("#smoothing", "5")  # draws the curves again
+    assert page.locator("figure", has_text="actor/lr").is_visible(), "the fold is closed again"
     assert page.locator("figure", has_text="reward/mean").first.locator("path.faint").count() == 1
 
 
@@ -263,7 +254,7 @@ def test_answers_are_searched(open_page):
     assert "0 answers selected" in page.locator("#answer-note").inner_text()
 
 
-@pytest.mark.parametrize("name", ["one", "two", "sft", "tested", "short"])
+@pytest.mark.parametrize("name", ["one", "two", "tested"])
 def test_a_phone_does_not_scroll_sideways(open_page, name):
     page = open_page(name, viewport={"width": 390, "height": 844}, is_mobile=True)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -278,17 +269,12 @@ def test_a_run_without_rollouts_has_curves_alone(open_page):
     assert "1 line could not be read" in page.locator("#notes").inner_text()
 
 
-def background(page):
-    return page.evaluate("getComputedStyle(document.body).backgroundColor")
-
-
 def test_dark_and_print(open_page):
     page = open_page("one", color_scheme="dark")
-    assert background(page) == "rgb(20, 23, 26)"
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(background) == "rgb(20, 23, 26)"
     page.emulate_media(media="print")
-    assert background(page) == "rgb(255, 255, 255)"
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
     assert not page.locator(".controls").first.is_visible()
     adjust = "getComputedStyle(document.querySelector('.card')).printColorAdjust"
     assert page.evaluate(adjust) == "exact"  # or the runs lose their colours
-    assert page.locator("figure").first.is_visible() and page.locator(".card").first.is_visible()
-    assert background(open_page("one", color_scheme="light")) == "rgb(255, 255, 255)"
