@@ -1,7 +1,6 @@
 """rollout.exact: the engine and the trainer give all sampled tokens equal log-probabilities."""
 
 import asyncio
-import itertools
 import re
 from dataclasses import replace
 from unittest import mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SPECIAL, WINDOWED, launch_runs, make_model, read_metrics, write_jsonl
+from common import SPECIAL, launch_runs, make_model, read_metrics, write_jsonl
 from engine_contract import play
 from parity import policy_loss, worker_config
 
@@ -21,8 +20,9 @@ from rl2.attention.pages import (
     queries_are_independent,
 )
 from rl2.batch import Sample, collate
+from rl2.config.arguments import read_arguments
 from rl2.config.conditions import Exactness, choose_exactness
-from rl2.config.parse import parse
+from rl2.config.parse import compose, parse
 from rl2.config.schema import PPOConfig
 from rl2.engine import local
 from rl2.engine.base import EngineSettings, SamplingParams
@@ -46,20 +46,18 @@ PROMPT_LENGTHS = (1, 3, 5, 63, 64, 65, 130)
 GROUP_SIZE = 4
 FAMILIES = {
     "llama": ("llama", {}),
-    "llama with one head a key": ("llama", {"num_key_value_heads": 6}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
     "gemma2 with capped logits": (
         "gemma2",
         {**SPECIAL["gemma2"], "sliding_window": 40, "query_pre_attn_scalar": 32},
     ),
-    "phi with a biased head": ("phi", {"tie_word_embeddings": False}),
-    "mistral with a window": ("mistral", {**WINDOWED["mistral"], "sliding_window": 40}),
+    # Each query head has a key head of its own.
+    "phi with a biased head": ("phi", {"tie_word_embeddings": False, "num_key_value_heads": 6}),
 }
 if "granite_swa" in SPECIAL:
     sinks = {**SPECIAL["granite_swa"], "sliding_window": 40}
     FAMILIES["granite_swa with sinks"] = ("granite_swa", sinks)
-OTHER_FAMILIES = [family for family in FAMILIES if family not in ("llama", "qwen3")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,24 +109,18 @@ def skip_if_bits_depend_on_the_row_count(dtype):
             pytest.skip(f"this CPU sums {n} rows in another order than 400")
 
 
-def make_pair(name, dtype, exact, **changes):
-    """An engine and a worker with the same weights."""
-    options = {"max_running_requests": 24, "exact": exact}
-    engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
-    config = worker_config(name, dtype=dtype, lr=1e-3, **changes)
-    exactness = Exactness.DEMANDED if exact else Exactness.OFF
-    return engine, Worker(config, CPU, num_updates=4, exactness=exactness)
-
-
-def make_adapted_pair(name, dtype, **changes):
-    """As `make_pair`, exact, with adapters that the engine applies."""
-    config = worker_config(name, dtype=dtype, **{"lr": 1e-2, "lora_rank": 8, **changes})
+def make_pair(name, dtype, exact=True, **changes):
+    """An engine and a worker with the same weights. The engine applies adapters."""
     torch.manual_seed(0)
-    worker = Worker(config, CPU, num_updates=4, exactness=Exactness.DEMANDED)
-    options = {"max_running_requests": 24, "exact": True, "adapters": worker.config}
+    exactness = Exactness.DEMANDED if exact else Exactness.OFF
+    config = worker_config(name, dtype=dtype, **{"lr": 1e-3, **changes})
+    worker = Worker(config, CPU, num_updates=4, exactness=exactness)
+    options = {"max_running_requests": 24, "exact": exact}
+    if config.lora_rank:
+        options["adapters"] = config
     engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
-    engine.load_weights(worker.iter_trained_weights(worker.dtype), 0)
-    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
+    if config.lora_rank:
+        engine.load_weights(worker.iter_trained_weights(worker.dtype), 0)
     return engine, worker
 
 
@@ -165,92 +157,80 @@ def difference(batch, worker, temperature=1.0) -> float:
     return ((logps - batch.engine_logps) * batch.mask).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "family, dtype, num_threads",
-    [
-        *itertools.product(["llama", "qwen3"], ["bfloat16", "float32"], [1]),
-        *zip(OTHER_FAMILIES, itertools.cycle(["bfloat16", "float32"]), itertools.repeat(1)),
-        # Two threads wait for each other while other tests run, and divide all products alike.
-        pytest.param("llama", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("mistral with a window", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("qwen3", "float32", 2, marks=pytest.mark.nightly),
-    ],
-)
-def test_log_probabilities_are_equal_before_and_after_an_update(
-    models, threads, family, dtype, num_threads
-):
-    """The update compares too: without old log-probabilities it would stop.
+CASES = [  # (family, dtype, temperature, keys of the worker)
+    ("llama", "bfloat16", 1.0, {}),
+    ("llama", "float32", 1.0, {}),
+    ("qwen3", "bfloat16", 0.7, {}),
+    ("qwen3", "float32", 1.3, {"share_prompts": False, "max_length_per_device": 200}),
+    ("qwen2", "float32", 1.0, {}),
+    ("gemma2 with capped logits", "bfloat16", 1.0, {}),
+    ("phi with a biased head", "float32", 1.0, {}),
+    ("granite_swa with sinks", "bfloat16", 1.0, {}),
+    ("qwen2", "bfloat16", 1.0, {"lora_rank": 1, "share_prompts": False}),
+    (
+        "gemma2 with capped logits",
+        "float32",
+        1.0,
+        {"lora_rank": 2, "gradient_checkpointing": True, "max_length_per_device": 200},
+    ),
+    ("qwen3", "float32", 1.0, {"lora_rank": 16, "lora_targets": ["q_proj", "down_proj"]}),
+]
 
-    Qwen3 has a temperature, in fp32 many micro-batches without shared prompts.
-    """
-    threads(num_threads)
+
+@pytest.mark.parametrize(
+    "family, dtype, temperature, changes", [case for case in CASES if case[0] in FAMILIES]
+)
+def test_log_probabilities_are_equal_before_and_after_updates(
+    models, family, dtype, temperature, changes
+):
+    check_log_probabilities(models(family), dtype, temperature, changes)
+
+
+@pytest.mark.nightly  # two threads wait for each other while other tests run
+@pytest.mark.parametrize("family, dtype, temperature, changes", [CASES[0], CASES[3]])
+def test_two_threads_divide_all_products_alike(
+    models, threads, family, dtype, temperature, changes
+):
+    threads(2)
+    check_log_probabilities(models(family), dtype, temperature, changes)
+
+
+def check_log_probabilities(name, dtype, temperature, changes):
+    """The update compares too: without old log-probabilities it would stop."""
     skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
-    temperature, changes = 1.0, {}
-    if family == "qwen3" and dtype == "bfloat16":
-        temperature = 0.7
-    elif family == "qwen3":
-        temperature, changes = 1.3, {"share_prompts": False, "max_length_per_device": 200}
-    engine, worker = make_pair(models(family), dtype, exact=True, **changes)
-    batch = roll_out(engine, temperature)
-    assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
-    assert difference(batch, worker, temperature) == 0
-    small = batch.select([0])  # a prompt of one token, of whose answer three tokens are trained
+    if "lora_rank" in changes:
+        changes = {**changes, "lr": 1e-2}
+    engine, worker = make_pair(name, dtype, **changes)
+    for version in range(1, 3 if "lora_rank" in changes else 2):  # A moves in the second update
+        batch = roll_out(engine, temperature, seed=version)
+        assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
+        assert difference(batch, worker, temperature) == 0
+        worker.update(batch, policy_loss, temperature, with_entropy=True)
+        engine.sleep()
+        engine.wake()
+        weights = worker.iter_full_weights
+        if "lora_rank" in changes:
+            weights = worker.iter_trained_weights
+        engine.load_weights(weights(worker.dtype), version)
+    newest = roll_out(engine, temperature, seed=9)
+    assert difference(newest, worker, temperature) == 0
+    small = newest.select([0])  # a prompt of one token, of whose answer three tokens are trained
     small.mask[:, 3:] = 0
     assert difference(small, worker, temperature) == 0
-    worker.update(batch, policy_loss, temperature, with_entropy=True)
-    assert worker.version == 1
-    engine.sleep()
-    engine.wake()
-    engine.load_weights(worker.iter_full_weights(getattr(torch, dtype)), 1)
-    assert difference(roll_out(engine, temperature, seed=1), worker, temperature) == 0
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
         worker.infer(batch, temperature)  # of the weights before the update
 
 
-@pytest.mark.parametrize(
-    "family, dtype, changes",
-    [
-        ("llama", "bfloat16", {"share_prompts": False}),
-        ("gemma2 with capped logits", "float32", {"lora_rank": 2}),
-        ("qwen2", "bfloat16", {"lora_rank": 1}),
-        ("qwen3", "float32", {"lora_rank": 16, "lora_targets": ["q_proj", "down_proj"]}),
-        ("qwen3", "bfloat16", {"gradient_checkpointing": True, "max_length_per_device": 200}),
-    ],
-)
-def test_they_are_equal_with_adapters(models, family, dtype, changes):
-    """The engine gets the adapters alone. The reference is compared with nothing."""
-    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
-    engine, worker = make_adapted_pair(models(family), dtype, **changes)
-    plain, _ = make_pair(models(family), dtype, exact=True)
-    reference = worker.reference()
-    for version in (1, 2):  # A moves in the second update
-        batch = roll_out(engine, seed=version)
-        if version == 1:  # B is 0
-            assert torch.equal(roll_out(plain, seed=version).engine_logps, batch.engine_logps)
-        assert difference(batch, worker) == 0
-        logps = reference.infer(batch).logps
-        assert torch.equal(logps * batch.mask, batch.engine_logps) == (version == 1)
-        worker.update(batch, policy_loss, with_entropy=True)
-        engine.sleep()
-        engine.wake()
-        engine.load_weights(worker.iter_trained_weights(worker.dtype), version)
-    assert difference(roll_out(engine, seed=9), worker) == 0
-    engine.close()
-    plain.close()
-    with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
-        worker.infer(batch)  # of the adapters before the update
-
-
-@pytest.mark.parametrize("params", [{"top_k": 40}, {"top_p": 0.8, "top_k": 500}])
-def test_they_are_equal_among_what_top_p_and_top_k_leave(models, params):
+def test_they_are_equal_among_what_top_p_and_top_k_leave(models):
     """The same answers have other log-probabilities among all tokens."""
-    engine, worker = make_pair(models("llama"), "float32", exact=True)
+    params = {"top_p": 0.8, "top_k": 500}
+    engine, worker = make_pair(models("llama"), "float32")
     batch = roll_out(engine, 0.7, **params, with_candidates=True)
     assert difference(batch, worker, 0.7) == 0
     worker.update(batch, policy_loss, 0.7, with_entropy=True)
     engine.close()
-    engine, worker = make_pair(models("llama"), "float32", exact=True)
+    engine, worker = make_pair(models("llama"), "float32")
     whole = roll_out(engine, 0.7, **params)
     assert torch.equal(whole.tokens, batch.tokens) and whole.candidates is None
     assert difference(whole, worker, 0.7) == 0
@@ -259,16 +239,15 @@ def test_they_are_equal_among_what_top_p_and_top_k_leave(models, params):
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_free_slots_and_common_prefills_change_no_bit(models, monkeypatch, dtype):
+def test_free_slots_and_common_prefills_change_no_bit(models, monkeypatch):
     """Answers of uneven lengths in steps of all slots, and in steps of the busy ones.
 
     With constant shapes each of the five prompts is prefilled alone.
     """
-    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
+    skip_if_bits_depend_on_the_row_count(torch.float32)
     prompts = [list(range(3, 10 + i % 5)) for i in range(60)]
     settings = EngineSettings(
-        models("llama"), getattr(torch, dtype), CPU, max_running_requests=40, exact=True
+        models("llama"), torch.float32, CPU, max_running_requests=40, exact=True
     )
     results, rows, prefills = [], [], []
     for has_constant_shapes in (True, False):
@@ -339,7 +318,7 @@ def test_pages_that_share_a_product_keep_their_bits(monkeypatch, dtype, width, n
 def test_gradients_and_entropies_are_those_of_plain_attention(models):
     skip_if_bits_depend_on_the_row_count(torch.float32)
     name = models("qwen2")
-    engine, _ = make_pair(name, "float32", exact=True)
+    engine, _ = make_pair(name, "float32")
     batch = roll_out(engine)
     engine.close()
     results = []
@@ -360,7 +339,7 @@ def test_gradients_and_entropies_are_those_of_plain_attention(models):
 
 def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, capsys):
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
-    engine, worker = make_pair(models("llama"), "bfloat16", exact=True)
+    engine, worker = make_pair(models("llama"), "bfloat16")
     batch = roll_out(engine)
     engine.close()
     row, column = 6, int(batch.mask[6].nonzero()[2])
@@ -369,7 +348,7 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
     where = rf"1 of .* In trajectory 6, token {batch.targets[row, column]} at position {column + 1}"
     scored = replace(batch, old_logps=torch.zeros_like(batch.engine_logps))
     worker.update(scored, policy_loss, with_entropy=True)  # newer weights may score it now
-    _, worker = make_pair(models("llama"), "bfloat16", exact=True)
+    _, worker = make_pair(models("llama"), "bfloat16")
     with pytest.raises(RuntimeError, match=where):
         worker.infer(batch)
     with pytest.raises(RuntimeError, match=where):
@@ -463,14 +442,10 @@ def test_it_is_demanded_left_out_or_tried(words):
     ],
 )
 def test_where_it_cannot_hold_it_is_refused_and_not_tried(words, capsys, arguments, reason):
-    default = parse(PPOConfig, words)
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*words, "rollout.exact=true", *arguments])
     error = capsys.readouterr().err
     assert "rollout.exact=true does not" in error and f" with {reason}" in error
-    for argument in arguments:
-        section, name, value = re.split("[.=]", argument, maxsplit=2)
-        value = {"true": True, "false": False}.get(value, value)
-        setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
-    expected = Exactness.ASSUMED if name == "rollouts_from" else Exactness.OFF
-    assert choose_exactness(default) is expected
+    config = compose(PPOConfig, read_arguments(PPOConfig, [*words, *arguments])).config
+    is_of_others = "rollouts_from" in reason
+    assert choose_exactness(config) is (Exactness.ASSUMED if is_of_others else Exactness.OFF)
