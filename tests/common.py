@@ -100,6 +100,14 @@ MIXTURES = {
     "mixtral": LOCAL_EXPERTS,
     "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1},
 }
+# As above; a buffer that the files hold is the bias of its router, see `make_routed`.
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 0,
+}
+ROUTING_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 # Small models with recurrent layers: gated delta rules, state spaces of two kinds, convolutions.
 RECURRENT = {
     "jamba": {
@@ -178,6 +186,17 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def make_routed(folder) -> str:
+    """As `make_model`: a GLM-4.5 with random biases of its routers."""
+    name = make_model(folder, "glm4_moe", tied=False, **GLM4_MOE)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape))
+    model.save_pretrained(name)
+    return name
 
 
 def make_gpt2(folder) -> str:

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
-from common import make_model, make_tokenizer
+from common import GLM4_MOE, LOCAL_EXPERTS, make_model, make_tokenizer
 from parity import make_batch, policy_loss, worker_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rl2.model.classes import find_routers
 from rl2.worker import Worker
 
-MIXTURES = {
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 0,
-    },
-}
+MIXTURES = {"gpt_oss": LOCAL_EXPERTS, "glm4_moe": GLM4_MOE}
 
 
 def update(name, device, **changes):
@@ -50,26 +42,8 @@ def test_routers_keep_their_weights_and_all_else_moves(tmp_path, device, family)
 
 def test_routers_get_no_adapters(tmp_path, device):
     """Those of Hunyuan are plain linear layers, which would get some."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "hunyuan_v1_moe",
-        vocab_size=98,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        moe_topk=2,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-        eod_token_id=2,
-    )
-    name = str(tmp_path / "model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(name)
-    make_tokenizer().save_pretrained(name)
+    sizes = {"num_experts": 4, "moe_topk": 2, "eod_token_id": 2}
+    name = make_model(tmp_path / "model", "hunyuan_v1_moe", **sizes)
     adapted = {}
     for freezes in (False, True):
         worker, _, _ = update(name, device, lora_rank=2, freeze_router=freezes)
@@ -84,8 +58,7 @@ def test_a_model_without_experts_is_told(tmp_path, device):
     for key, value, problem in (
         ("freeze_router", True, "freeze_router=true: .* has no router"),
         ("router_aux_loss_coef", 0.1, "router_aux_loss_coef=0.1: .* has no load-balancing loss"),
+        ("routing_replay", True, "routing_replay=true: .* has no router"),
     ):
         with pytest.raises(ValueError, match=problem):
             Worker(worker_config(name, **{key: value}), device, False, 4)
-    with pytest.raises(ValueError, match="routing_replay=true: .* has no router"):
-        Worker(worker_config(name, routing_replay=True), device, False, 4)
