@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import launch, make_model, make_tokenizer
-from parity import make_batch, policy_loss, worker_config
+from parity import make_batch, policy_loss, save_layouts, worker_config
 from transformers import AutoModelForCausalLM
 
 from rl2.model.dither import dither_
@@ -103,30 +103,23 @@ LAYOUTS = {
 }
 
 
-def start_and_update(name, layouts):
+def start_and_update(name, **changes):
     """The float32 weights at the start, and the share of the first update that shows."""
-    results = {}
-    for layout, changes in layouts.items():
-        worker = make_worker(name, dtype="bfloat16", lr=1e-5, dither_weights=True, **changes)
-        weights = weights_of(worker, torch.float32)
-        result = worker.update(make_batch(), policy_loss, with_entropy=True)
-        results[layout] = (weights, result.visible_update)
-    return results
+    worker = make_worker(name, dtype="bfloat16", lr=1e-5, dither_weights=True, **changes)
+    weights = weights_of(worker, torch.float32)
+    result = worker.update(make_batch(), policy_loss, with_entropy=True)
+    return weights, result.visible_update
 
 
 if __name__ == "__main__":  # a process of the test below
-    init_distributed()
-    results = start_and_update(sys.argv[1], LAYOUTS)
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[2])
-    dist.barrier()
+    save_layouts(start_and_update, LAYOUTS, *sys.argv[1:])
 
 
 def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
     launch(2, __file__, stored_in_bf16, tmp_path / "results")
     results = torch.load(tmp_path / "results")
     assert results.keys() == LAYOUTS.keys()
-    expected, share = start_and_update(stored_in_bf16, {"one process": {}})["one process"]
+    expected, share = start_and_update(stored_in_bf16)
     for layout, (weights, layout_share) in results.items():
         assert weights.keys() == expected.keys()
         assert all(same_bits(weights[key], expected[key]) for key in weights), layout

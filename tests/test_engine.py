@@ -2,6 +2,7 @@
 
 import asyncio
 from importlib.metadata import PackageNotFoundError
+from unittest import mock
 
 import pytest
 import torch
@@ -217,15 +218,8 @@ def test_other_requests_change_no_bit_when_deterministic(llama, dtype):
 def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, deterministic):
     """There are two slots. One answer of 8 tokens and 7 answers of one token take 8 steps."""
     engine = make_engine(llama, max_running_requests=2, deterministic=deterministic)
-    num_steps = 0
-    step = engine._step
-
-    def counted_step():
-        nonlocal num_steps
-        num_steps += 1
-        step()
-
-    monkeypatch.setattr(engine, "_step", counted_step)
+    step = mock.Mock(wraps=engine._step)
+    monkeypatch.setattr(engine, "_step", step)
 
     async def generate_all():
         lengths = [8] + [1] * 7
@@ -236,7 +230,7 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
         assert [len(out.tokens) for out in await asyncio.gather(*calls)] == lengths
 
     engine.loop.run_until_complete(generate_all())
-    assert num_steps == 8
+    assert step.call_count == 8
     engine.close()
 
 

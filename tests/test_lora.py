@@ -99,17 +99,12 @@ def test_a_target_that_is_not_there_is_told(make):
     assert len(worker.trained_parameters) == 2 * 3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"lora_alpha": 12.0, "lora_targets": ["q_proj", "down_proj"]}],
-    ids=["all", "layers"],
-)
-def test_updates_are_those_of_peft(make, tmp_path, settings):
+def test_updates_are_those_of_peft(make, tmp_path):
     """peft starts from the adapters that are exported before the first update. After the same two
     updates, of which the second trains A too, it scores the same, also what the engine samples.
     """
     batch = make_batch()
-    worker = make(**settings)
+    worker = make(lora_alpha=12.0, lora_targets=["q_proj", "down_proj"])
     name = worker.config.model_name
     tokenizer = AutoTokenizer.from_pretrained(name)
     worker.export(str(tmp_path / "start"), tokenizer)
@@ -182,10 +177,8 @@ def test_only_adapters_are_sent_and_all_of_them(make):
     some = {name: weight for name, weight in whole.items() if "layers.0" not in name}
     for weights, words in (
         (merged, "is unknown to"),
-        ({**adapters, last: adapters[last][1:]}, f"weight {last} is"),
         ({name: weight for name, weight in adapters.items() if name != last}, f"1 .*{last}"),
         (some, "weights did not arrive"),
-        ({}, "weights did not arrive"),
     ):
         with pytest.raises(ValueError, match=words):
             engine.load_weights(weights.items(), 1)

@@ -19,6 +19,7 @@ from common import (
     make_model,
     read_metrics,
     read_untimed_metrics,
+    same_weights,
 )
 from parity import (
     SMALL_BUDGET,
@@ -31,7 +32,6 @@ from parity import (
     worker_config,
 )
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,8 +42,7 @@ from rl2.worker import Worker
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, bias", [(torch.float32, False), (torch.bfloat16, True)])
 def test_the_layer_is_that_of_bitsandbytes(dtype, bias):
     """Output and gradient of the input, to the bit."""
     torch.manual_seed(0)
@@ -106,7 +105,7 @@ def rounded_model(worker, folder) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("checkpointing", [True, 1, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_training_equals_lora_on_the_dequantised_base(make, tmp_path, checkpointing):
     """Scores, updates, weights and the reference, to the bit: only the storage differs."""
     batch = make_batch()
@@ -237,6 +236,4 @@ def test_grpo_learns_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine has other weights"
     last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
     assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    weights = load_file(tmp_path / "run/model/model.safetensors")
-    resumed_weights = load_file(tmp_path / "resumed/model/model.safetensors")
-    assert all(torch.equal(weight, resumed_weights[key]) for key, weight in weights.items())
+    assert same_weights(tmp_path / "run/model", tmp_path / "resumed/model")

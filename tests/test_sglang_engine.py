@@ -3,7 +3,6 @@
 import itertools
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,15 +53,6 @@ def test_schedulers_find_the_cuda_runtime_and_ranks_keep_their_variables(monkeyp
     assert variables == {"NCCL_NVLS_ENABLE": "1"}
 
 
-@pytest.mark.parametrize(("requests", "graphs"), [(48, 48), (512, 512), (2000, 512)])
-def test_graphs_reach_up_to_the_requests_that_run(requests, graphs):
-    settings = replace(SETTINGS, max_running_requests=requests)
-    arguments = sglang._server_arguments(settings, nccl_port=1, http_port=2)
-    assert arguments["max_running_requests"] == requests
-    assert arguments["cuda_graph_max_bs_decode"] == graphs
-    assert arguments["sleep_on_idle"] is True
-
-
 def test_buffers_that_nobody_sends_get_no_noise():
     buffer = "model.layers.0.conv._state_indices"
     names = [buffer, "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.experts.w13_weight"]
@@ -83,12 +73,6 @@ def test_training_waits_for_the_memory_of_its_own_gpu(monkeypatch, looks, messag
     rank._free_bytes = lambda: next(looks) * GIB
     with pytest.raises(RuntimeError, match=message) if message else nullcontext():
         sglang.SGLangEngine._release_memory(rank)
-
-
-def test_ports_are_outside_the_range_of_connections(monkeypatch):
-    monkeypatch.setattr(sglang, "dist", SimpleNamespace(barrier=lambda: None))
-    ports = sglang._free_ports(2)
-    assert len(set(ports)) == 2 and max(ports) < 32_768  # the default of Linux
 
 
 def test_sglang_is_refused_where_it_would_ignore_a_window():
