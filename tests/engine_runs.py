@@ -54,21 +54,6 @@ def check_partial_rollouts(folder, model, engine, *words, env=None) -> None:
     assert all(reply.index("q") == len(reply) - 1 for reply, _ in stopped)
 
 
-def check_evaluation(folder, model, engine, *words, env=None) -> None:
-    """An evaluation only: the engine answers with the weights that it has loaded itself."""
-    torchrun(
-        1,
-        *command(folder, model, engine),
-        f"data.test_path={folder / 'train.jsonl'}",
-        "trainer.eval_only=true",
-        f"trainer.save_dir={folder / 'run'}",
-        *words,
-        env=env,
-    )
-    (metrics,) = read_metrics(folder / "run")
-    assert 0 <= metrics["test/reward/mean"] <= 1
-
-
 def check_failed_start(folder, model, engine, package, setting):
     """The end of a run with an unknown value of rollout.engine_args, of which the start must say
     that it has failed.

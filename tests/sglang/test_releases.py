@@ -6,10 +6,10 @@ as syntax trees, because the environments of all releases cannot be installed.
 
 import ast
 import dataclasses
-import importlib.util
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,45 +29,21 @@ OURS = ast.parse((ROOT / "rl2/engine/sglang.py").read_text())
 class Release:
     """The sources of one release, as syntax trees."""
 
-    def __init__(self, version: str):
-        if version == "installed":
-            folder = Path(importlib.util.find_spec("sglang").origin).parent
-            self.texts = {
-                f"sglang/{p.relative_to(folder).as_posix()}": p for p in folder.glob("srt/**/*.py")
-            }
-            return
-        folder = Path(sys.prefix, "releases", version)
+    def __init__(self, number: str):
+        number = version("sglang") if number == "installed" else number
+        folder = Path(sys.prefix, "releases", number)
         if not list(folder.glob("*.whl")):
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "--only-binary=:all:",
-                "-d",
-                str(folder),
-            ]
-            where = ["--python-version=3.12", "--platform=manylinux_2_34_x86_64"]
-            subprocess.run([*pip, *where, f"sglang=={version}"], check=True)
+            options = f"-q --no-deps --only-binary=:all: -d {folder}".split()
+            options += ["--python-version=3.12", "--platform=manylinux_2_34_x86_64"]
+            pip = [sys.executable, "-m", "pip", "download", *options]
+            subprocess.run([*pip, f"sglang=={number}"], check=True)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-            names = [
-                name
-                for name in wheel.namelist()
-                if name.startswith("sglang/srt/") and name.endswith(".py")
-            ]
+            names = [name for name in wheel.namelist() if name.endswith(".py")]
             self.texts = {name: wheel.read(name).decode() for name in names}
-
-    def text(self, name: str) -> str:
-        text = self.texts[name]
-        return text if isinstance(text, str) else text.read_text()
 
     def tree(self, module: str) -> ast.Module:
         name = module.replace(".", "/")
-        return ast.parse(
-            self.text(f"{name}.py" if f"{name}.py" in self.texts else f"{name}/__init__.py")
-        )
+        return ast.parse(self.texts.get(f"{name}.py") or self.texts[f"{name}/__init__.py"])
 
     def names(self, module: str) -> set[str]:
         """Returns the names that a module defines or imports, including imports by *."""
@@ -181,7 +157,7 @@ def test_the_methods_of_engine_and_manager_take_what_we_pass(release):
     check_calls(calls_on("engine"), engine)
     check_calls(calls_on("manager"), manager)
     assert "shutdown" in engine
-    text = release.text("sglang/srt/entrypoints/engine.py")
+    text = release.texts["sglang/srt/entrypoints/engine.py"]
     for attribute in ("loop", "tokenizer_manager"):
         assert f"self.{attribute} = " in text or f"self.{attribute}: " in text, attribute
 
@@ -214,11 +190,11 @@ def test_the_weights_are_packed_as_it_unpacks_them(release):
     readers = [
         n
         for n in release.texts
-        if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
+        if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.texts[n]
     ]
     assert readers, "nobody reads load_format=flattened_bucket"
     for key in keys(function(OURS, "_gather_handles")):
-        assert any(f'"{key}"' in release.text(name) for name in readers), f"nobody reads {key}"
+        assert any(f'"{key}"' in release.texts[name] for name in readers), f"nobody reads {key}"
 
 
 def test_what_is_read_of_an_answer_is_there(release):
@@ -231,7 +207,7 @@ def test_what_is_read_of_an_answer_is_there(release):
     }
     assert {"meta_info", "output_token_logprobs"} <= read
     texts = [
-        release.text(name)
+        release.texts[name]
         for name in release.texts
         if name.startswith(("sglang/srt/managers/", "sglang/srt/utils/"))
     ]

@@ -18,9 +18,13 @@ from common import (  # noqa: E402
     read_metrics,
     torchrun,
 )
+from engine_contract import play  # noqa: E402
+from parity import make_batch, policy_loss, worker_config  # noqa: E402
 from test_towers import save_family  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from workers import answer, gap, make_worker, send, update  # noqa: E402
+
+from rl2.batch import Sample, collate  # noqa: E402
+from rl2.worker import Worker  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group")
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -72,8 +76,38 @@ QWEN3_NEXT = {
 }
 
 
+PROMPTS = [[5], [7, 8, 9] * 15, list(range(3, 73)), [90] * 33]
+
+
+def make_worker(name, **changes):
+    torch.manual_seed(0)
+    settings = {"lr": 1e-2, "max_grad_norm": 1.0, **changes}
+    return Worker(worker_config(name, **settings), torch.device("cpu"), num_updates=8)
+
+
+def answer(engine):
+    """The answers to PROMPTS, as a batch with the engine's log-probabilities."""
+    answers = play(engine, PROMPTS, max_new_tokens=12)
+    assert all(out.version == engine.version for out in answers)
+    samples = []
+    for i, (prompt, out) in enumerate(zip(PROMPTS, answers, strict=True)):
+        mask = [0] * len(prompt) + [1] * len(out.tokens)
+        logps = [0.0] * len(prompt) + out.logps
+        samples.append(Sample(prompt + out.tokens, mask, logps, [0.0] * len(mask), i, i))
+    return collate(samples)
+
+
+def gap(worker, batch):
+    """Mean difference of the engine's log-probabilities and the worker's."""
+    difference = (worker.infer(batch).logps - batch.engine_logps).abs()
+    return (difference * batch.mask).sum().item() / batch.mask.sum().item()
+
+
 def send_all(engine, worker):
-    send(engine, worker.iter_full_weights(worker.dtype), worker.version)
+    """As the trainer does after an update."""
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(worker.iter_full_weights(worker.dtype), worker.version)
 
 
 def verify(engine, worker):
@@ -89,7 +123,7 @@ def check_updates(engine, worker, limit, least_change):
     start = answer(engine)
     assert gap(worker, start) < limit
     assert gap(worker, answer(engine)) < limit, "with prompts that it has seen"
-    update(worker)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
     send_all(engine, worker)
     verify(engine, worker)
     assert gap(worker, answer(engine)) < limit
