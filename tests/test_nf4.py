@@ -1,7 +1,7 @@
 """The base in 4 bits: the layer against that of bitsandbytes, and a worker against LoRA on a model
 whose weights are those that 4 bits can say.
 
-test_memory_plan.py tests the memory.
+test_memory_plan.py tests the memory, test_special_models.py a whole run.
 """
 
 import os
@@ -13,13 +13,8 @@ import torch
 from common import (
     SPECIAL,
     launch,
-    launch_runs,
-    letter_run,
     make_critic,
     make_model,
-    read_metrics,
-    read_untimed_metrics,
-    same_weights,
 )
 from parity import (
     SMALL_BUDGET,
@@ -204,36 +199,3 @@ def test_every_layout_equals_one_process(tmp_path, device):
 
 if __name__ == "__main__":  # a process of the test of layouts
     save_layouts(two_updates, LAYOUTS[int(os.environ["WORLD_SIZE"])], *sys.argv[1:])
-
-
-@pytest.mark.nightly
-def test_grpo_learns_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
-    """The reference is the quantised base, and the engine has the weights of the trainer."""
-    model = make_model(tmp_path / "tiny", **SIZES)
-    arguments = [
-        "ppo",
-        *letter_run(tmp_path, model),
-        "actor.lora_rank=4",
-        "actor.quantize_base=nf4",
-        "kl.coef=0.001",
-        "kl.type=loss",
-        "trainer.max_steps=6",
-        "trainer.save_freq=3",
-    ]
-    run = [*arguments, f"trainer.save_dir={tmp_path / 'run'}"]
-    resumed = [
-        *arguments,
-        f"trainer.resume={tmp_path / 'run/checkpoints/step_3'}",
-        f"trainer.save_dir={tmp_path / 'resumed'}",
-    ]
-    done = launch_runs(2, [run, resumed])
-    assert "14 linear layers of the base are stored in nf4" in done.stdout
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert rewards[0] < 0.2 and rewards[-1] > rewards[0] + 0.1, rewards
-    assert lines[0]["actor/kl"] == 0 and lines[-1]["actor/kl"] > 1e-3
-    mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
-    assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine has other weights"
-    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    assert same_weights(tmp_path / "run/model", tmp_path / "resumed/model")

@@ -1,7 +1,7 @@
-"""Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine, whole runs.
+"""Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine.
 
 test_windows.py compares their answers with transformers, the admission their log-probabilities and
-gradients; test_special_models.py their layouts and exports.
+gradients; test_special_models.py their layouts and whole runs.
 """
 
 import pytest
@@ -9,14 +9,9 @@ import torch
 from common import (
     RECURRENT,
     check_adapter,
-    launch_runs,
-    letter_run,
     make_model,
     make_samples,
     make_tokenizer,
-    read_metrics,
-    read_untimed_metrics,
-    same_weights,
 )
 from engine_contract import check_logps, play
 from parity import make_batch, policy_loss, worker_config
@@ -153,27 +148,3 @@ def test_slots_move_with_their_states(name):
     assert moves
     check_logps(answers, prompts, plain, 1.0)
     engine.close()
-
-
-@pytest.mark.nightly
-@each("lfm2", "qwen3_next")
-def test_grpo_runs_and_resumes_to_equal_bits(name, tmp_path):
-    """Three steps of two processes; the engine's log-probabilities are those of the trainer."""
-    arguments = [
-        "ppo",
-        *letter_run(tmp_path, name),
-        "trainer.max_steps=3",
-        "trainer.save_freq=2",
-    ]
-    run, resumed = tmp_path / "run", tmp_path / "resumed"
-    resume = [f"trainer.resume={run / 'checkpoints/step_2'}", f"trainer.save_dir={resumed}"]
-    launch_runs(2, [[*arguments, f"trainer.save_dir={run}"], [*arguments, *resume]])
-    lines = read_metrics(run)
-    assert len(lines) == 3
-    for line in lines:
-        assert line["actor/grad_norm"] > 0
-        assert abs(line["actor/mismatch_logp_difference"]) < 1e-4
-    last_lines = [line for line in read_untimed_metrics(run) if line["step"] > 2]
-    assert read_untimed_metrics(resumed) == last_lines
-    assert same_weights(run / "model", resumed / "model")
-    assert not same_weights(run / "model", name)

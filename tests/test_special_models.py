@@ -1,4 +1,4 @@
-"""Models with sinks, caps, a biased head or recurrent layers in a worker: layouts and exports.
+"""Models with sinks, caps, a biased head or recurrent layers: layouts, exports and whole runs.
 
 test_windows.py compares their answers with transformers, the admission their log-probabilities and
 gradients.
@@ -8,7 +8,19 @@ import sys
 
 import pytest
 import torch
-from common import RECURRENT, SPECIAL, launch, make_model, make_routed, make_tokenizer
+from common import (
+    RECURRENT,
+    SPECIAL,
+    launch,
+    launch_runs,
+    letter_run,
+    make_model,
+    make_routed,
+    make_tokenizer,
+    read_metrics,
+    read_untimed_metrics,
+    same_weights,
+)
 from parity import (
     SMALL_BUDGET,
     assert_equal_steps,
@@ -94,6 +106,38 @@ def test_an_export_is_the_trained_model(folder, tmp_path, device, family):
     for key, weight in plain.named_parameters():  # sinks and biases are trained too
         if key.endswith(("sinks", "lm_head.bias")):
             assert not torch.equal(weight, stored[key])
+
+
+RUNS = [(family, []) for family in RECURRENT if family in ("lfm2", "qwen3_next")]
+QLORA = ["actor.lora_rank=4", "actor.quantize_base=nf4", "kl.coef=0.001", "kl.type=loss"]
+RUNS.append(("llama", QLORA))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family, keys", RUNS)
+def test_grpo_runs_and_resumes_to_equal_bits(tmp_path, family, keys):
+    """Three steps of two processes; the engine's log-probabilities are those of the trainer.
+
+    The reference of a base in 4 bits is that base.
+    """
+    sizes = RECURRENT.get(family, {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16})
+    name = make_model(tmp_path / "tiny", family, **sizes)
+    arguments = ["ppo", *letter_run(tmp_path, name), *keys]
+    arguments += ["trainer.max_steps=3", "trainer.save_freq=2"]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    resume = [f"trainer.resume={run / 'checkpoints/step_2'}", f"trainer.save_dir={resumed}"]
+    launch_runs(2, [[*arguments, f"trainer.save_dir={run}"], [*arguments, *resume]])
+    lines = read_metrics(run)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["actor/grad_norm"] > 0
+        assert abs(line["actor/mismatch_logp_difference"]) < 1e-4
+    if keys:
+        assert lines[0]["actor/kl"] == 0 and lines[-1]["actor/kl"] > 0
+    last_lines = [line for line in read_untimed_metrics(run) if line["step"] > 2]
+    assert read_untimed_metrics(resumed) == last_lines
+    assert same_weights(run / "model", resumed / "model")
+    assert not same_weights(run / "model", name)
 
 
 if __name__ == "__main__":  # a process of the test of layouts

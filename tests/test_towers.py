@@ -32,10 +32,10 @@ from rl2.worker import Worker
 
 TEXT = {
     "vocab_size": 98,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
@@ -60,7 +60,7 @@ def gemma3(**sizes):
 def qwen2_5_vl(**sizes):
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "patch_size": 2, "fullatt_block_indexes": [1]}
+    vision |= {"out_hidden_size": 64, "patch_size": 2, "fullatt_block_indexes": [1]}
     config = Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": rope, **sizes},
         vision_config=vision,
@@ -170,41 +170,29 @@ def test_the_engine_and_the_export_have_the_towers(tmp_path, name, device):
     engine.close()
 
 
-def test_in_bfloat16_the_text_model_is_trained_and_the_towers_keep_their_bits(name, device):
-    worker = Worker(worker_config(name, lr=1e-2, dtype="bfloat16"), device, False, 4)
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"lora_rank": 3}, {"lora_rank": 3, "quantize_base": "nf4"}],
+)
+def test_the_text_model_alone_is_trained_and_stored_in_few_bits(tmp_path, name, device, changes):
+    worker = Worker(worker_config(name, lr=1e-2, **changes), device, False, 4)
+    assert worker.trained_parameters
+    for key in worker.trained_parameters:
+        assert ".language_model." in key or "lm_head" in key
+        assert (".lora_" in key) == ("lora_rank" in changes)
+    parameters = worker.model.hf.named_parameters()
+    in_4_bits = [key for key, weight in parameters if weight.dtype == torch.uint8]
+    assert len(in_4_bits) == (2 * 7 if "quantize_base" in changes else 0)
+    assert all(".language_model." in key for key in in_4_bits)
     worker.update(make_batch(), policy_loss, with_entropy=True)
-    weights = dict(worker.iter_full_weights(torch.bfloat16))
-    plain = load_plain(name).bfloat16()
+    weights = dict(worker.iter_full_weights(worker.dtype))
+    plain = load_plain(name).to(worker.dtype)
     before = plain.state_dict()
     changed = {key for key, weight in weights.items() if not weight.equal(before[key])}
     assert changed and not changed & tower_weights(plain).keys()
-
-
-def test_adapters_are_in_the_text_model_only(tmp_path, name, device):
-    worker = Worker(worker_config(name, lr=1e-2, lora_rank=3), device, False, 4)
-    assert worker.trained_parameters
-    for key in worker.trained_parameters:
-        assert ".language_model." in key and ".lora_" in key
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    worker.export(str(tmp_path / "export"), make_tokenizer())
-    check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
-
-
-def test_only_the_text_model_is_stored_in_4_bits(tmp_path, device, monkeypatch):
-    monkeypatch.setitem(TEXT, "hidden_size", 64)
-    monkeypatch.setitem(TEXT, "num_attention_heads", 8)
-    name = save_family("gemma3", tmp_path / "model")
-    worker = Worker(
-        worker_config(name, lora_rank=3, quantize_base="nf4", lr=1e-2), device, False, 4
-    )
-    parameters = worker.model.hf.named_parameters()
-    names = {key for key, weight in parameters if weight.dtype == torch.uint8}
-    stored = {key.replace(".base_layer.", ".") for key in names}
-    assert len(stored) == 2 * 7 and all(".language_model." in key for key in stored)
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    weights = dict(worker.iter_full_weights(torch.float32))
-    for key, weight in load_plain(name).named_parameters():
-        assert torch.equal(weights[key], weight) == (key not in stored), key
+    if changes == {"lora_rank": 3}:
+        worker.export(str(tmp_path / "export"), make_tokenizer())
+        check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
 
 
 if __name__ == "__main__":  # a process of the test of layouts
