@@ -187,15 +187,11 @@ def check_stop_tokens(generations, stop_ids):
         )
 
 
-def check_abort(engine, prompts, model, seconds):
-    """Aborts more requests than the engine runs at a time, after some seconds.
+def abort_all(engine, prompts, seconds, max_new_tokens):
+    """The answers to requests that are aborted after some seconds."""
+    params = SamplingParams(max_new_tokens=max_new_tokens)
 
-    Each request returns its tokens so far. A new request can continue them.
-    """
-    prompts = prompts * 4
-    params = SamplingParams(max_new_tokens=300)
-
-    async def abort_all():
+    async def generate_and_abort():
         calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(seconds)
@@ -204,7 +200,16 @@ def check_abort(engine, prompts, model, seconds):
             await asyncio.sleep(0.05)
         return [task.result() for task in tasks]
 
-    generations = engine.loop.run_until_complete(abort_all())
+    return engine.loop.run_until_complete(generate_and_abort())
+
+
+def check_abort(engine, prompts, model, seconds):
+    """Aborts more requests than the engine runs at a time, after some seconds.
+
+    Each request returns its tokens so far. A new request can continue them.
+    """
+    prompts = prompts * 4
+    generations = abort_all(engine, prompts, seconds, max_new_tokens=300)
     assert all(out.finish_reason == "abort" for out in generations)
     assert all(len(out.tokens) == len(out.logps) < 300 for out in generations)
     assert any(out.tokens for out in generations) and not all(out.tokens for out in generations)

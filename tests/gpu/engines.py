@@ -1,6 +1,6 @@
 """Tests the engines on a GPU: contract, agreement with the trainer, weight sync, memory."""
 
-import asyncio
+import pkgutil
 import shutil
 import time
 
@@ -8,6 +8,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from engine_contract import (
+    abort_all,
     check_attributes,
     check_no_process_left,
     check_refused,
@@ -23,8 +24,7 @@ from tools import (
     copy_bandwidth,
     make_batch,
     make_model,
-    need_sglang,
-    need_vllm,
+    need,
     policy_loss,
     seconds,
     sglang_args,
@@ -33,54 +33,30 @@ from tools import (
 )
 from transformers import AutoModelForCausalLM
 
-from rl2.algorithms import losses
-from rl2.batch import Sample, collate
-from rl2.engine.base import EngineSettings, SamplingParams
-from rl2.engine.local import LocalEngine
-from rl2.engine.sglang import SGLangEngine
-from rl2.engine.vllm import VLLMEngine
+from rl2.config.engines import ENGINES
+from rl2.engine.base import EngineSettings
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
-def engine_settings(name, device, max_running_requests, **changes):
+def engine_settings(kind, name, device, max_running_requests):
     return EngineSettings(
         model_name=name,
         dtype=compute_dtype("auto", device),
         device=device,
         max_running_requests=max_running_requests,
         deterministic=False,
-        **changes,
-    )
-
-
-def start_sglang(name, device, max_running_requests=64):
-    need_sglang()
-    start = time.perf_counter()
-    settings = engine_settings(
-        name,
-        device,
-        max_running_requests,
         gpu_memory_utilization=0.5,
-        engine_args=sglang_args(),
+        engine_args=sglang_args() if kind == "sglang" else {},
     )
-    engine = SGLangEngine(settings)
-    record(start_seconds=time.perf_counter() - start)
+
+
+def start(kind, settings):
+    before = time.perf_counter()
+    engine = pkgutil.resolve_name(ENGINES[kind])(settings)
+    record(start_seconds=time.perf_counter() - before)
     return engine
-
-
-def start_vllm(name, device, max_running_requests):
-    need_vllm()
-    start = time.perf_counter()
-    settings = engine_settings(name, device, max_running_requests, gpu_memory_utilization=0.5)
-    engine = VLLMEngine(settings)
-    record(start_seconds=time.perf_counter() - start)
-    return engine
-
-
-def start_local(name, device, max_running_requests):
-    return LocalEngine(engine_settings(name, device, max_running_requests))
 
 
 def logp_differences(generations, prompts, model, temperature):
@@ -116,17 +92,19 @@ def greedy_tokens(engine, prompts):
     return [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
 
 
-def check_contract(start_engine, max_running_requests):
+def contract(kind, max_running_requests):
     """Checks the contract of an engine on the GPU, within the rounding error of bf16.
 
     tests/engine_contract.py and tests/test_engine.py check the same on a CPU in fp32.
     """
+    need(kind)
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
     dtype = compute_dtype("auto", device)
     actor = Worker(worker_config(name, lr=0.05), device, num_updates=8)
-    engine = start_engine(name, device, max_running_requests)
-    check_attributes(engine, engine_settings(name, device, max_running_requests))
+    settings = engine_settings(kind, name, device, max_running_requests)
+    engine = start(kind, settings)
+    check_attributes(engine, settings)
     engine.load_weights(actor.iter_full_weights(dtype), actor.version)
     prompts = make_prompts(12, 60, 1024)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
@@ -135,10 +113,12 @@ def check_contract(start_engine, max_running_requests):
     check_refused(engine, [], "no tokens", max_new_tokens=1)
     check_refused(engine, [1024], "vocabulary", max_new_tokens=1)
     engine.verify_weights(actor.iter_full_weights(dtype), actor.version)
-    check_abort(engine, prompts)
-    engine.sleep()
+    aborted = abort_all(engine, prompts * 8, seconds=0.3, max_new_tokens=400)
+    assert all(len(out.tokens) == len(out.logps) <= 400 for out in aborted)
+    assert any(out.finish_reason == "abort" for out in aborted)
+    engine.sleep()  # immediately afterwards
     for _ in range(2):
-        actor.update(make_batch(1024, 3, 3, 20, 20), policy_loss)
+        actor.update(make_batch(longest=20), policy_loss)
     engine.wake()
     engine.load_weights(actor.iter_full_weights(dtype), actor.version)
     stale = logp_differences(play(engine, prompts, max_new_tokens=40), prompts, model, 1.0)
@@ -161,39 +141,6 @@ def check_contract(start_engine, max_running_requests):
     dist.destroy_process_group()
 
 
-def check_abort(engine, prompts):
-    """Aborts more requests than the engine runs at a time.
-
-    Each request returns its tokens so far. The engine can sleep immediately afterwards.
-    """
-    params = SamplingParams(max_new_tokens=400)
-
-    async def abort_all():
-        calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts * 8)]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        await asyncio.sleep(0.3)
-        while not all(task.done() for task in tasks):
-            engine.abort()
-            await asyncio.sleep(0.02)
-        return [task.result() for task in tasks]
-
-    generations = engine.loop.run_until_complete(abort_all())
-    assert all(len(out.tokens) == len(out.logps) <= 400 for out in generations)
-    assert any(out.finish_reason == "abort" for out in generations)
-
-
-def local_contract():
-    check_contract(start_local, 16)
-
-
-def sglang_contract():
-    check_contract(start_sglang, 64)
-
-
-def vllm_contract():
-    check_contract(start_vllm, 64)
-
-
 def engine_dtype():
     return compute_dtype("auto", DEVICE)
 
@@ -203,86 +150,34 @@ def sglang():
 
     One start of the engine serves all steps, because it takes a minute.
     """
-    need_sglang()  # skips before the large model is created
+    need("sglang")  # skips before the large model is created
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("qwen3-1.7b")
     offload = {"offload_model": True, "offload_optimizer": True}
     actor = Worker(worker_config(name, **offload), device, num_updates=8)
     before = used_gib()
-    engine = start_sglang(name, device, 8 if DRY else 256)
+    engine = start("sglang", engine_settings("sglang", name, device, 8 if DRY else 256))
     engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
-    check_agreement(actor, engine)
     check_sleep(actor, engine, before)
     engine.close()
     check_no_process_left(others)
     check_memory_is_free(before)
 
 
-def sglang_cycles():
-    """Twenty rounds of sleep, wake and load: memory, files and shared memory must not grow.
-
-    The answers with the same weights stay the same.
-    """
-    need_sglang()
-    device, name = init_distributed(), make_model("small")
-    actor = Worker(worker_config(name), device, num_updates=8)
-    engine = start_sglang(name, device, 64)
-    prompts = make_prompts(8, 50, 1000)
-    process = psutil.Process()
-    used, files, shared, answers = [], [], [], []
-    for version in range(3 if DRY else 20):
-        engine.sleep()
-        used.append(used_gib())
-        engine.wake()
-        engine.load_weights(actor.iter_full_weights(engine_dtype()), version)
-        files.append(process.num_fds())
-        shared.append(shutil.disk_usage("/dev/shm").used / 2**20)
-        answers.append(greedy_tokens(engine, prompts))
-    record(first_asleep_gib=used[0], last_asleep_gib=used[-1], first_files=files[0])
-    record(last_files=files[-1], first_shm_mib=shared[0], last_shm_mib=shared[-1])
-    same = sum(a == b for a, b in zip(answers[0], answers[-1], strict=True))
-    record(same_answers=f"{same} of {len(prompts)}")
-    engine.close()
-    # The first rounds fill caches.
-    assert used[-1] - used[2] < 0.2, "the memory of the GPU grows with every round"
-    assert files[-1] - files[2] < 10, "files stay open"
-    assert shared[-1] - shared[2] < 64, "shared memory is not freed"
-    assert same >= 0.8 * len(prompts), "the same weights, sent again, answer differently"
-
-
-def check_agreement(actor, engine):
-    """Compares SGLang's log-probabilities of sampled tokens with those of the worker."""
-    vocabulary = actor.model.hf.config.vocab_size
-    prompts = make_prompts(8 if DRY else 64, 30 if DRY else 300, vocabulary)
-    generations = play(engine, prompts, max_new_tokens=16 if DRY else 256)
-    samples = []
-    for i, (prompt, out) in enumerate(zip(prompts, generations, strict=True)):
-        zeros = [0.0] * len(prompt)
-        mask = [0] * len(prompt) + [1] * len(out.tokens)
-        samples.append(
-            Sample(prompt + out.tokens, mask, zeros + out.logps, [0.0] * len(mask), i, i)
-        )
-    batch = collate(samples)
-    logps = actor.infer(batch).logps
-    gaps = (logps - batch.engine_logps).abs()[batch.mask > 0]
-    mismatch = losses.rollout_mismatch(logps, batch.engine_logps, batch.mask / batch.mask.sum())
-    record(mean=gaps.mean().item(), worst=gaps.max().item(), tokens=gaps.numel())
-    record(**{name: float(value) for name, value in mismatch.items()})
-    assert gaps.mean() < 0.02 and gaps.max() < 1.0
-
-
 def check_sleep(actor, engine, before):
-    """Measures memory and seconds of sleeping, waking and loading weights, four times.
+    """Measures memory and seconds of sleeping, waking and loading the same weights, many times.
 
     `before` is the GPU memory in use, in GiB, when there was no engine. The bytes of weights loaded
-    per second are compared with the bandwidth of a copy on the device.
+    per second are compared with the bandwidth of a copy on the device. Memory, open files and
+    shared memory do not grow with the rounds, and answers stay.
     """
     dtype = engine_dtype()
     size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
     walk = seconds(lambda: [None for _ in actor.iter_full_weights(dtype)], 3, 1)
     running = used_gib()
-    rounds = []
-    for version in range(1, 5):
+    prompts = make_prompts(8, 50, 1000)
+    rounds, files, shared, answers = [], [], [], []
+    for version in range(1, 5 if DRY else 13):
         times, used = {}, {}
 
         def load(version=version):
@@ -294,6 +189,9 @@ def check_sleep(actor, engine, before):
             times[verb] = time.perf_counter() - start
             used[verb] = used_gib()
         rounds.append((times, used))
+        files.append(psutil.Process().num_fds())
+        shared.append(shutil.disk_usage("/dev/shm").used / 2**20)
+        answers.append(greedy_tokens(engine, prompts))
     best = {verb: min(times[verb] for times, _ in rounds) for verb in rounds[0][0]}
     copied = copy_bandwidth()
     record(**{f"{verb}_seconds": value for verb, value in best.items()})
@@ -302,6 +200,13 @@ def check_sleep(actor, engine, before):
     record(before_gib=before, running_gib=running)
     used = rounds[-1][1]
     record(**{f"{verb}_gib": value for verb, value in used.items()})
+    same = sum(a == b for a, b in zip(answers[0], answers[-1], strict=True))
+    record(same_answers=f"{same} of {len(prompts)}")
+    assert same >= 0.8 * len(prompts), "the same weights, sent again, answer differently"
+    # The first rounds fill caches.
+    assert used["sleep"] - rounds[2][1]["sleep"] < 0.2, "the memory of the GPU grows"
+    assert files[-1] - files[2] < 10, "files stay open"
+    assert shared[-1] - shared[2] < 64, "shared memory is not freed"
     if not DRY:
         # CUDA graphs stay: they hold addresses.
         assert used["sleep"] - before < 0.1 * (running - before) + 2, "memory was not given back"

@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import torch
 from figures import record
-from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
+from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need
 
 from rl2.config.engines import cuda_home, installation_problems
 from rl2.engine.sglang import cudart_folder
@@ -39,7 +39,7 @@ def sglang_facts():
     """Tries what SGLang needs of the machine: its release, compilers, and libcudart for the
     preload of its memory saver.
     """
-    need_sglang()
+    need("sglang")
     folder = cudart_folder()
     record(cuda_home=str(cuda_home()), cudart_folder=str(folder))
     problems = [*installation_problems("sglang")]
@@ -69,6 +69,7 @@ def device():
     if not DRY:
         properties = torch.cuda.get_device_properties(0)
         record(
+            name=properties.name,
             memory_gib=properties.total_memory / 2**30,
             capability=f"{properties.major}.{properties.minor}",
         )

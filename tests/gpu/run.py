@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,11 +10,12 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 from parts import PARTS, Part
+
+from rl2.config.engines import installed_version
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -177,32 +177,15 @@ def _log_end(log: Path, name: str) -> str:
 
 def describe(dry: bool) -> str:
     """Returns the header of the results: date, device, versions, commit."""
-    versions = []
-    for package in ("torch", "transformers", "sglang", "vllm", "triton"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    device = "a CPU, tiny shapes (a dry run)"
-    if not dry:
-        # Not by torch: this process would take memory of the GPU.
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv"]
-        device = " and ".join(_output(query).splitlines()[1:])
-    commit = _output(["git", "describe", "--always", "--dirty"])
-    now = datetime.now().strftime("%Y-%m-%d %H:%M")
+    packages = ("torch", "transformers", "sglang", "vllm", "triton")
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in packages)
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    device = "a CPU, tiny shapes (a dry run)" if dry else "a GPU"
     return (
-        f"# `bash tests/gpu/run.sh`, {now}\n\n"
-        f"{device}; Python {sys.version.split()[0]}, {', '.join(versions)}; "
-        f"commit {commit or 'unknown'}\n"
+        f"# `bash tests/gpu/run.sh`, {datetime.now():%Y-%m-%d %H:%M}\n\n"
+        f"{device}; Python {sys.version.split()[0]}, {versions}; commit {commit}\n"
     )
-
-
-def _output(command: list[str]) -> str:
-    """What the command prints; "" where it fails or does not exist."""
-    if not shutil.which(command[0]):
-        return ""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -266,10 +249,6 @@ def main() -> int:
         models.mkdir(parents=True, exist_ok=True)
         patience = DRY_PATIENCE if dry else 1
         outcomes = run_parts(wanted, file, header, patience, arguments.fork)
-    print(
-        "\n"
-        + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes)
-    )
     print(
         f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; "
         f"written to {file}"

@@ -5,8 +5,7 @@
 # Every part runs in its own process with its own time limit, so a crash or a hang affects only
 # that part and those that need it: they are skipped at once. The figures of a part are printed as
 # soon as it ends. They are also appended to benchmarks/results/gpu-DATE.md, or to a file in the
-# folder of --out. The table comes last. The exit code is 1 if a part failed, 3 if there is no GPU,
-# and 0 otherwise.
+# folder of --out. The exit code is 1 if a part failed, 3 if there is no GPU, and 0 otherwise.
 #
 # The script installs nothing. It uses $PYTHON, or the python3 on the path, which must have rl2's
 # requirements. The parts named sglang* also need sglang, and vllm_contract needs vllm.

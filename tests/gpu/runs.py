@@ -1,7 +1,6 @@
 """Whole runs of the trainers, and the layouts of two GPUs."""
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -10,13 +9,13 @@ import time
 from pathlib import Path
 
 import torch
-from common import launch
+from common import launch, read_metrics, write_letter_task
 from figures import Skip, record
 from tools import (
     DRY,
     make_batch,
     make_model,
-    need_sglang,
+    need,
     sglang_args,
     used_gib,
 )
@@ -74,23 +73,6 @@ def run_trainer(name, *keys, world=1):
     return torchrun(world, *command)
 
 
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def write_inputs(folder, num_rows):
-    """Rows and an environment for a run without a task. Returns the keys that name them."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""}
-        for i in range(num_rows)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "env.py").write_text(
-        "def reward_fn(messages, answer):\n    return len(messages[-1]['content']) % 5 / 5\n"
-    )
-    return [f"data.path={folder / 'rows.jsonl'}", f"rollout.env_path={folder / 'env.py'}"]
-
-
 def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world=1):
     """Runs some steps of GRPO and checks that no GPU memory stays in use after the end.
 
@@ -102,7 +84,7 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
         samples, length = 4, 16
     with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
-        inputs = write_inputs(folder, prompts * steps)
+        inputs = write_letter_task(folder)
         start = time.perf_counter()
         run_trainer(
             "ppo",
@@ -141,15 +123,12 @@ def sglang_keys():
     return [f"rollout.engine_args.{key}={value}" for key, value in sglang_args().items()]
 
 
-def sglang_grpo():
-    """Three steps of 1.7B. The engine takes the share of the memory that rl2 plans for it."""
-    need_sglang()
-    grpo("sglang", "qwen3-1.7b", *sglang_keys())
-
-
 def sglang_7b():
-    """Two steps of 7B on one GPU: weights are compared while the engine is awake, and synced."""
-    need_sglang()
+    """Two steps of 7B on one GPU: weights are compared while the engine is awake, and synced.
+
+    The engine takes the share of the memory that rl2 plans for it.
+    """
+    need("sglang")
     lines = grpo("sglang", "qwen2.5-7b", *sglang_keys(), samples=8, length=512, steps=2)
     record(**{f"first_{key}": lines[0][key] for key in TIMES if key in lines[0]})
 
@@ -159,12 +138,12 @@ def sglang_resume():
 
     SGLang's processes end with the run and give the memory of the GPU back.
     """
-    need_sglang()
+    need("sglang")
     before = used_gib()
     with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
         keys = [
-            *write_inputs(folder, 16),
+            *write_letter_task(folder),
             f"actor.model_name={make_model('small')}",
             "rollout.engine=sglang",
             "data.prompts_per_rollout=4",
@@ -197,7 +176,7 @@ def sglang_resume():
 
 def sglang_two():
     """Two GPUs share an engine (rollout.tp_size=2), and the actor is sharded over them."""
-    need_sglang()
+    need("sglang")
     need_two_gpus()
     more = ["rollout.tp_size=2", "rollout.check_weights=true"]
     grpo("sglang", "small", *sglang_keys(), *more, steps=2, world=2)
@@ -234,7 +213,7 @@ def _compare_layout(layout):
 
     from rl2.parallel.mesh import init_distributed
 
-    batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
+    batch = make_batch(longest=90)
     settings = {"max_length_per_device": 400, **LAYOUTS[layout]}
     compare_with_cpu(init_distributed(), batch, **settings)
 

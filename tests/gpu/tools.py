@@ -5,14 +5,13 @@ import json
 import os
 import statistics
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import yaml
 from figures import Skip
 
-from rl2.config.engines import VLLM_PACKAGES, installed_version
+from rl2.config.engines import PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
@@ -38,16 +37,9 @@ TINY = {
 }
 
 
-def need_sglang() -> None:
-    try:
-        version("sglang")
-    except PackageNotFoundError:
-        raise Skip("sglang is not installed") from None
-
-
-def need_vllm() -> None:
-    if installed_version(*VLLM_PACKAGES) is None:
-        raise Skip("vllm is not installed")
+def need(engine: str) -> None:
+    if engine in PACKAGES and installed_version(*PACKAGES[engine]) is None:
+        raise Skip(f"{engine} is not installed")
 
 
 def sglang_args() -> dict:
@@ -91,16 +83,11 @@ def used_gib() -> float:
 
 
 def reset_peak() -> None:
-    """Starts the measurement of `peak_gib` anew, without memory that torch only caches."""
+    """Starts the measurement of peaks anew, without memory that torch only caches."""
     if not DRY:
         synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib() -> float:
-    """Returns the most GPU memory that this process's tensors took since `reset_peak`, in GiB."""
-    return 0.0 if DRY else torch.cuda.max_memory_allocated() / 2**30
 
 
 def allocated_gib() -> float:
@@ -179,22 +166,14 @@ def worker_config(model_name: str, **changes) -> WorkerConfig:
     return WorkerConfig(model_name=model_name, **settings)
 
 
-def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: int, seed: int = 0):
-    """Returns groups of random tokens with advantages and token weights. Prompts are masked."""
-    from rl2.batch import Sample, collate
+def make_batch(longest: int = 60):
+    """Groups of random rows with advantages and token weights. Prompts are masked."""
+    from common import make_samples
 
-    generator = torch.Generator().manual_seed(seed)
+    from rl2.batch import collate
 
-    def tokens(length):
-        return torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-
-    rows = []
-    for group in range(groups):
-        first = tokens(prompt)
-        for _ in range(samples):
-            zeros, mask = [0.0] * (prompt + answer), [0] * prompt + [1] * answer
-            rows.append(Sample(first + tokens(answer), mask, zeros, zeros, group, len(rows)))
-    batch = collate(rows)
+    batch = collate(make_samples(num_groups=3, longest=longest))
+    generator = torch.Generator().manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
     batch.token_weights = batch.mask / batch.mask.sum()
     return batch
