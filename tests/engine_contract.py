@@ -1,15 +1,26 @@
-"""Helpers of the tests of all engines: requests, and the comparison with the protocol."""
+"""Helpers of the tests of all engines: requests, and the comparison with the protocol.
+
+tests/sglang and tests/vllm_cpu run this file under torchrun, with weights from sharded workers:
+engine_contract.py ENGINE MODEL [TP_SIZE ACTOR_TP_SIZE]
+"""
 
 import asyncio
+import pkgutil
+import sys
+import time
 
 import psutil
 import torch
+import torch.distributed as dist
 from common import make_tokenizer
-from parity import make_batch, policy_loss
+from parity import make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
 
+from rl2.config.engines import ENGINES
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.model.moe import find_logit_routers
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
 
 
 def check_attributes(engine: Engine, settings: EngineSettings) -> None:
@@ -291,3 +302,55 @@ def check_routing(engine, name) -> None:
             assert torch.equal(told.sort(-1).values, expected.sort(-1).values)
     [answer] = play(engine, prompts[:1], max_new_tokens=2)
     assert answer.experts is None
+
+
+def close_slowly(engine):
+    """Closes the engine while SGLang's watchdog, which looks every second, sees its end."""
+    wait = psutil.wait_procs
+
+    def wait_slowly(*args, **kwargs):
+        time.sleep(2.5)
+        return wait(*args, **kwargs)
+
+    psutil.wait_procs = wait_slowly
+    engine.close()
+    psutil.wait_procs = wait
+
+
+def main(kind, name, tp_size="1", actor_tp_size="1"):
+    device = init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    config = worker_config(name, tp_size=int(actor_tp_size), lr=0.05, max_grad_norm=1.0)
+    actor = Worker(config, device, num_updates=8)
+    options = {"stop": ["some"]}
+    if kind == "sglang":
+        options = {"gpu_memory_utilization": 0.5, "engine_args": {"max_total_tokens": 4096}}
+        options["stop"] = ["some"] if world == 1 else []  # SGLang then loads the tokenizer
+    settings = EngineSettings(
+        model_name=name,
+        dtype=torch.float32,
+        device=device,
+        max_running_requests=16,
+        tp_size=int(tp_size),
+        rank=rank,
+        world_size=world,
+        **options,
+    )
+    engine = pkgutil.resolve_name(ENGINES[kind])(settings)
+    number, place = divmod(rank, int(tp_size))
+    assert engine.index == (None if place else number)
+    assert engine.count == world // int(tp_size)
+    check_contract(engine, settings, actor, {"sglang": "SGLang", "vllm": "vLLM"}[kind])
+    if kind == "sglang":
+        close_slowly(engine)
+        check_no_process_left(others)
+    else:
+        engine.close()
+    dist.barrier()  # the trainer's group is still there
+    print(f"rank {rank} is done", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

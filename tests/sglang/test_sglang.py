@@ -9,14 +9,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip(
     "sglang.srt", reason="run by tests/sglang/run.sh, in an environment with sglang"
 )
-from common import make_model, torchrun  # noqa: E402
+from common import ROOT, make_model, torchrun  # noqa: E402
 from engine_runs import (  # noqa: E402
     check_failed_start,
     check_partial_rollouts,
     learn,
 )
 
-HERE = Path(__file__).parent
 ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
 MEMORY = "rollout.engine_args.max_total_tokens=4096"
 
@@ -39,7 +38,8 @@ def test_the_contract(request, world, tp_size, actor_tp_size):
     bind = "|".join(str(i) for i in range(tp_size))
     done = torchrun(
         world,
-        HERE / "contract.py",
+        ROOT / "tests/engine_contract.py",
+        "sglang",
         name,
         tp_size,
         actor_tp_size,
@@ -51,7 +51,7 @@ def test_the_contract(request, world, tp_size, actor_tp_size):
 def test_the_contract_with_experts(tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     name = make_model(tmp_path / "qwen3_moe", "qwen3_moe", tied=False, **sizes)
-    done = torchrun(1, HERE / "contract.py", name, 1, 1, env=ONE_CORE)
+    done = torchrun(1, ROOT / "tests/engine_contract.py", "sglang", name, env=ONE_CORE)
     assert done.stdout.count("is done") == 1
 
 

@@ -29,19 +29,17 @@ def group():
 
 
 @pytest.fixture
-def engine_of():
-    """Makes an engine for a worker, and closes the one before: there is one set of groups."""
+def make_engine():
+    """Makes an engine, and closes the one before: there is one set of groups."""
     engines = []
 
     def close():
         if engines:
             engines.pop().close()
 
-    def make(worker):
+    def make(name, dtype=torch.float32, **options):
         close()
-        name, cpu = worker.config.model_name, torch.device("cpu")
-        settings = EngineSettings(name, worker.dtype, cpu, max_running_requests=8)
-        engines.append(VLLMEngine(settings))
+        engines.append(VLLMEngine(EngineSettings(name, dtype, torch.device("cpu"), **options)))
         return engines[-1]
 
     yield make

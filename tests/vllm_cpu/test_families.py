@@ -146,10 +146,10 @@ def check_wrong_weight(engine, worker, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(tmp_path, engine_of, family):
+def test_a_family(tmp_path, make_engine, family):
     sizes = {"tied": False, **VLLM_SIZES, **FAMILIES[family]}
     worker = make_worker(make_model(tmp_path / family, family, **sizes))
-    engine = engine_of(worker)
+    engine = make_engine(worker.config.model_name, worker.dtype, max_running_requests=8)
     check_updates(engine, worker, 2e-5, 1e-3)
     of_layers = [
         key
@@ -162,25 +162,25 @@ def test_a_family(tmp_path, engine_of, family):
 
 
 @pytest.mark.parametrize("file_dtype", [torch.bfloat16, torch.float32])
-def test_gated_delta_rules(tmp_path, engine_of, file_dtype):
+def test_gated_delta_rules(tmp_path, make_engine, file_dtype):
     """vLLM computes them in bfloat16 only. It keeps A_log as the files have it."""
     name = make_model(tmp_path / "model", "qwen3_next", tied=False, **{**VLLM_SIZES, **QWEN3_NEXT})
     AutoModelForCausalLM.from_pretrained(name, dtype=file_dtype).save_pretrained(name)
     with pytest.raises(ValueError, match="gated delta rules, .*: set actor.dtype=bfloat16"):
-        engine_of(make_worker(name))
+        make_engine(name)
     worker = make_worker(name, dtype="bfloat16", lr=3e-2)
-    engine = engine_of(worker)
+    engine = make_engine(worker.config.model_name, worker.dtype, max_running_requests=8)
     check_updates(engine, worker, 4e-2, 0.4)
     for key in ("A_log", "dt_bias", "conv1d.weight", "in_proj_ba.weight"):
         check_wrong_weight(engine, worker, f"model.layers.0.linear_attn.{key}")
     verify(engine, worker)
 
 
-def test_the_text_of_a_model_with_a_tower(tmp_path, engine_of):
+def test_the_text_of_a_model_with_a_tower(tmp_path, make_engine):
     pytest.importorskip("torchvision", reason="vLLM imports it for images")
     sizes = {**VLLM_SIZES, "initializer_range": 0.03}  # or each token repeats itself
     worker = make_worker(save_family("gemma3", tmp_path / "model", **sizes))
-    engine = engine_of(worker)
+    engine = make_engine(worker.config.model_name, worker.dtype, max_running_requests=8)
     check_updates(engine, worker, 2e-5, 1e-3)
     check_wrong_weight(engine, worker, "model.language_model.layers.1.mlp.down_proj.weight")
 

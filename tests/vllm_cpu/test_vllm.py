@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import VLLM_SIZES, make_model, read_metrics, torchrun  # noqa: E402
+from common import ROOT, VLLM_SIZES, make_model, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_logps, check_refused, make_prompts, play  # noqa: E402
 from engine_runs import (  # noqa: E402
     check_failed_start,
@@ -22,26 +22,7 @@ from engine_runs import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from rl2.engine.base import EngineSettings  # noqa: E402
-from rl2.engine.vllm import VLLMEngine  # noqa: E402
-
-HERE = Path(__file__).parent
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("group")
-
-
-@pytest.fixture
-def make_engine():
-    """Makes engines, and closes them after the test."""
-    engines = []
-
-    def make(name, **options):
-        engines.append(VLLMEngine(EngineSettings(name, torch.float32, CPU, **options)))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def load_weights(name):
@@ -52,7 +33,7 @@ def load_weights(name):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_contract(request, world):
     name = request.getfixturevalue("tied" if world == 1 else "untied")
-    done = torchrun(world, HERE / "contract.py", name)
+    done = torchrun(world, ROOT / "tests/engine_contract.py", "vllm", name)
     assert done.stdout.count("is done") == world
 
 
