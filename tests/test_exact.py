@@ -249,22 +249,14 @@ def test_free_slots_and_common_prefills_change_no_bit(models, monkeypatch):
     settings = EngineSettings(
         models("llama"), torch.float32, CPU, max_running_requests=40, exact=True
     )
-    results, rows, prefills = [], [], []
+    results, rows, num_prefills = [], [], []
     for has_constant_shapes in (True, False):
         engine = LocalEngine(settings)
         assert not engine.shapes.constant
         engine.shapes = replace(engine.shapes, constant=has_constant_shapes)
-        decode = engine._decode
-
-        def count_rows(tokens, positions, decode=decode):
-            rows[-1].append(len(tokens))
-            return decode(tokens, positions)
-
-        prefill = mock.Mock(wraps=engine._prefill)
-        prefills.append(prefill)
+        decode, prefill = mock.Mock(wraps=engine._decode), mock.Mock(wraps=engine._prefill)
         monkeypatch.setattr(engine, "_prefill", prefill)
-        monkeypatch.setattr(engine, "_decode", count_rows)
-        rows.append([])
+        monkeypatch.setattr(engine, "_decode", decode)
         params = [SamplingParams(max_new_tokens=1 + i * 7 % 30) for i in range(60)]
         calls = [engine.generate(p, params[i], (0, i)) for i, p in enumerate(prompts)]
 
@@ -273,9 +265,11 @@ def test_free_slots_and_common_prefills_change_no_bit(models, monkeypatch):
 
         answers = engine.loop.run_until_complete(answer_all())
         results.append([(answer.tokens, answer.logps) for answer in answers])
+        rows.append([len(call.args[0]) for call in decode.call_args_list])
+        num_prefills.append(prefill.call_count)
         engine.close()
     assert results[0] == results[1]
-    assert [prefill.call_count for prefill in prefills] == [5, 1]
+    assert num_prefills == [5, 1]
     assert set(rows[0]) == {40}
     assert min(rows[1]) == 16 and max(rows[1]) == 40 and sum(rows[1]) < 0.8 * sum(rows[0])
 

@@ -79,14 +79,6 @@ def test_a_head_equals_log_softmax(
         assert (gradient.double() - other).norm() < tolerance * other.norm()
 
 
-def bf16_head(num_pairs=40, vocabulary=3000, seed=0):
-    """Hidden states, weight and targets in bf16, whose logits are as large as a real model's."""
-    torch.manual_seed(seed)
-    hidden = torch.randn(num_pairs, 64).bfloat16()
-    weight = torch.randn(vocabulary, 64).bfloat16()
-    return hidden, weight, torch.randint(vocabulary, (num_pairs,))
-
-
 @pytest.mark.parametrize("most_kept, num_again", [(0, 1), (5 * 37, 0), (5 * 37 - 1, 1)])
 def test_a_frozen_head_costs_no_gradient_and_kept_logits_no_product(
     monkeypatch, most_kept, num_again
@@ -106,27 +98,6 @@ def test_a_frozen_head_costs_no_gradient_and_kept_logits_no_product(
     # The logits again, the gradient of the hidden states, the gradient of the weight.
     assert flops == [(num_again + 2) * product, (num_again + 1) * product]
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("num_pairs", [5, 200])  # 5 are padded in an exact head
-def test_kept_logits_give_the_same_bits(monkeypatch, num_pairs, exact, temperature):
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
-    hidden, weight, targets = bf16_head(num_pairs)
-    factors = [hidden.requires_grad_(), weight.requires_grad_()]
-    head = HeadInputs(*factors, temperature)
-    results = []
-    for most_kept in (0, 2**27):
-        monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
-        logps, entropy = head_scores(head, targets, True, exact=exact)
-        gradients = torch.autograd.grad((logps + entropy).sum(), factors)
-        results.append([logps, entropy, *gradients])
-    for again, kept in zip(*results, strict=True):
-        assert torch.equal(again, kept)
-    with torch.no_grad():
-        plain, _ = head_scores(head, targets, True, exact=exact)
-    assert torch.equal(plain, results[0][0])
 
 
 def test_extreme_logits_stay_finite():
