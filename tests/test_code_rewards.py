@@ -15,7 +15,7 @@ from rl2.rewards.sandbox import Result
 
 CASE_TEXTS = read_cases("code_rewards")
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
-CASES = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
+CASES = {"fn_name": "", "inputs": [["1 2", "x"], "3 4\n"], "outputs": [["3"], "7\n"]}
 
 
 def judge_text(program, tests):
@@ -36,19 +36,8 @@ def test_programs_that_read_and_print():
     assert judge(SUM, CASES) == (True, "")
     wrong = judge(SUM.replace("+", "-"), CASES)
     assert wrong == (False, "test 0: it printed '-1\\n'")
-    failing = judge("1 / 0", CASES)
+    failing = judge("print(3)\n1 / 0", CASES)  # after the right output
     assert failing == (False, "test 0: failed: ZeroDivisionError: division by zero")
-
-
-def test_a_function_may_have_the_name_of_a_builtin():
-    cases = {"fn_name": "sum", "inputs": ["10\n15"], "outputs": ["6"]}
-    program = "def sum(a, b):\n    return 1 + 5 * (a % 5 == b % 5 == 0)"
-    assert judge(program, cases) == (True, "")
-    assert not judge(program.replace("5 *", "4 *"), cases).is_right
-
-
-def test_a_right_output_of_a_program_that_fails_is_wrong():
-    assert not judge("print(3)\nraise SystemExit(1)", {"inputs": [""], "outputs": ["3"]}).is_right
 
 
 def test_spaces_at_the_ends_of_lines_do_not_count(monkeypatch):
@@ -59,11 +48,12 @@ def test_spaces_at_the_ends_of_lines_do_not_count(monkeypatch):
 
 
 def test_calls_of_a_function_with_arguments_in_json():
-    cases = {"fn_name": "pair", "inputs": ["1\n[2, null]\n", '"a\u2028"\n{"b": 1}']}
+    """The function may have the name of a builtin one."""
+    cases = {"fn_name": "sum", "inputs": ["1\n[2, null]\n", '"a\u2028"\n{"b": 1}']}
     cases["outputs"] = ["[1, [2, null]]", '["a\\u2028", {"b": 1}]']
-    assert judge("def pair(x, y): return x, y", cases).is_right
-    assert judge("class Solution:\n    def pair(self, x, y): return [x, y]", cases).is_right
-    assert not judge("def pair(x, y): return [y, x]", cases).is_right
+    assert judge("def sum(x, y): return x, y", cases).is_right
+    assert judge("class Solution:\n    def sum(self, x, y): return [x, y]", cases).is_right
+    assert not judge("def sum(x, y): return [y, x]", cases).is_right
 
 
 # `input_output` of APPS and TACO: arguments as a list, outputs as values or lists of one value.
@@ -75,29 +65,18 @@ APPS_CASES = {
         "return a, b",
     ),
     "plain lists": ({"inputs": [[1, 2], [3, 4]], "outputs": [[1], [3]]}, "return [a]"),
-    "nested tuples": ({"inputs": [[1, 2]], "outputs": [[[[1, 2]]]]}, "return [(a, b)]"),
     "texts": ({"inputs": [["1", "[2"]], "outputs": ["1[2"]}, "return a + b"),
     "objects": ({"inputs": [[{"1": 5}, 1]], "outputs": [[5]]}, "return a[b]"),
     "no argument": ({"inputs": [[]], "outputs": [[None]]}, "pass"),
 }
 
 
-@pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("name", APPS_CASES)
-def test_calls_of_a_function_with_lists_of_arguments(name, is_text):
+def test_calls_of_a_function_with_lists_of_arguments(name):
     cases, body = APPS_CASES[name]
     cases = {"fn_name": "f", **cases}
-    cases = "\n" + json.dumps(cases) if is_text else cases
-    program = f"def f(a=0, b=0): {body}"
-    assert judge(program, cases) == (True, "")
-    assert judge(f"class Solution:\n    {program.replace('(', '(self, ', 1)}", cases) == (True, "")
+    assert judge(f"def f(a=0, b=0): {body}", cases) == (True, "")
     assert not judge("def f(a=0, b=0): return [[a], b, 7]", cases).is_right
-
-
-def test_lines_that_are_read_and_printed_may_be_lists():
-    cases = {"fn_name": "", "inputs": [["1 2", "x"], "3 4"], "outputs": [["3"], "7\n"]}
-    assert judge(SUM, cases) == (True, "")
-    assert not judge(SUM.replace("+", "-"), cases).is_right
 
 
 @pytest.mark.parametrize(
@@ -203,21 +182,13 @@ def test_tests_that_cannot_judge_are_an_error(tests, message):
         judge("def f(x): pass", tests)
 
 
-EXITS = CASE_TEXTS["exits"]
-
-
-@pytest.mark.parametrize("text", EXITS)
+@pytest.mark.parametrize("text", CASE_TEXTS["exits"])
 def test_an_exit_is_no_pass(text):
     """In the tests, in a call, and at the end of the program."""
     right = "def f(x): return x"
     assert not judge(right, f"assert f(1) == 1\n{text}\nassert f(1) == 1").is_right
     assert not judge(f"def f(x):\n    {text}", "assert f(1) == 1").is_right
     assert not judge(f"{right}\n{text}", "assert f(1) == 1").is_right
-
-
-def fill(template, i):
-    """A form with the number i: its f() is f<i>()."""
-    return re.sub(r"\bf\(\)", f"f{i}()", template)
 
 
 def test_results_that_plain_python_accepts_and_denies(monkeypatch):
@@ -227,7 +198,8 @@ def test_results_that_plain_python_accepts_and_denies(monkeypatch):
     for i, (result, test, wrong_result) in enumerate(cases["forms"]):
         right += f"def f{i}(): return {result}\n"
         wrong += f"def f{i}(): return {wrong_result}\n"
-        tests += f"try:\n    if {fill(test, i)}: passed.append({i})\nexcept Exception: pass\n"
+        test = re.sub(r"\bf\(\)", f"f{i}()", test)
+        tests += f"try:\n    if {test}: passed.append({i})\nexcept Exception: pass\n"
     everything = f"{{*range({len(cases['forms'])})}}"
     all_pass = tests + f"failed = {everything} - {{*passed}}\nassert not failed, failed"
     none_pass = tests + "assert not passed, passed"
@@ -292,23 +264,10 @@ def test_no_operator_of_a_class_decides_what_equals_a_value_of_the_tests():
 
 
 @pytest.mark.parametrize(
-    "test",
-    [
-        'f("any") == "expected"',
-        '"expected" == f("any")',
-        'not f("any") != "expected"',
-        'f("any") in {"expected": 1}',
-        'f("any") <= 3',
-        'abs(3.5 - f("any")) < 1e-6',
-        'math.isclose(f("any"), 3.5)',
-        'f("inside") == ["expected"]',
-        'f("class") == "expected"',
-        'f("error") == "expected"',
-        'f("array") == "expected"',
-    ],
+    "value", ["f('any')", "f('inside')[0]", "f('class')", "f('error')", "f('array')"]
 )
-def test_an_object_of_the_program_equals_nothing(test):
-    assert not judge(CHEAT, f"import math\nassert {test}").is_right
+def test_an_object_of_the_program_equals_nothing(value):
+    assert not judge(CHEAT, f"assert {value} == 'expected'").is_right
 
 
 def test_a_program_does_not_end_a_loop_of_the_tests():
@@ -347,26 +306,20 @@ def test_a_machine_that_is_too_busy_is_no_fault_of_the_program(starved, monkeypa
         judge("def f(): return 1", "assert f() == 1")
     results[1] = Result("failed", "", "AssertionError")
     assert not judge("def f(): return 1", "assert f() == 1").is_right
-
-
-def test_a_busy_machine_fails_programs_that_read_and_print(monkeypatch):
-    monkeypatch.setattr(code, "run", lambda *_, **__: [Result("starved", "3", "")])
-    with pytest.raises(TimeoutError, match="too busy"):
-        judge(SUM, CASES)
+    results[1] = Result("starved", "3", "")
+    for cases in (CASES, {"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}):
+        with pytest.raises(TimeoutError, match="too busy"):
+            judge(SUM, cases)
 
 
 TESTS = 'assert f(1) == "expected"\nassert f(2) == "other"'
 FORGERIES = CASE_TEXTS["forgeries"]
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("name", [*FORGERIES, None])
 def test_forgeries_are_wrong_and_the_next_program_is_right(name):
-    assert not judge_text(FORGERIES[name], TESTS)
-
-
-def test_the_next_program_is_right():
-    """After all forgeries, with the same tests."""
-    assert judge("def f(x): return {1: 'expected', 2: 'other'}[x]", TESTS).is_right
+    right = "def f(x): return {1: 'expected', 2: 'other'}[x]"
+    assert judge(FORGERIES.get(name, right), TESTS).is_right is (name is None)
 
 
 def test_tests_that_are_no_python_are_an_error():
@@ -375,5 +328,5 @@ def test_tests_that_are_no_python_are_an_error():
 
 
 def test_test_cases_may_be_in_json():
-    assert judge(SUM, json.dumps(CASES)).is_right
+    assert judge(SUM, "\n" + json.dumps(CASES)).is_right
     assert not judge("def f(x): return x", '["assert f(1) == 1", "assert f(1) == 2"]').is_right
