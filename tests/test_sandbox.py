@@ -8,7 +8,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -93,42 +92,35 @@ def check_nothing_is_left(folder, strength):
     assert result == ("succeeded", "42\n", "")
 
 
-# Attacks that must fail or run into a limit.
-BAD_ENDS = CASES["bad_ends"]
-
-
 def test_fork_bombs_are_ended_beside_busy_processes(strength, folder):
     """Each session has an equal share of the cores, and the launcher is in that of the bombs."""
     command = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(command, start_new_session=True) for _ in range(12)]
     try:
-        limits = replace(QUICK, wall_seconds=4)
-        result = run_one(BAD_ENDS["fork bomb"], limits=limits, strength=strength)
+        result = run_one(CASES["fork_bomb"], strength=strength)
         assert result.status in ("failed", "killed", "timed out", "starved")
         wait_until(lambda: not find_processes(folder))
     finally:
         for process in busy:
             process.kill()
             process.wait()
+    check_nothing_is_left(folder, strength)
 
 
-@pytest.mark.parametrize("name", BAD_ENDS)
+@pytest.mark.parametrize("name", CASES["bad_ends"])
 def test_attacks_that_end_badly(name, strength, folder):
-    result = run_one(BAD_ENDS[name], strength=strength)
+    result = run_one(CASES["bad_ends"][name], strength=strength)
     assert result.status in ("failed", "killed", "timed out", "starved")
     assert len(result.stdout) <= QUICK.file_bytes
     check_nothing_is_left(folder, strength)
 
 
-# Programs that may end as they like: nothing of theirs may be left, and nobody else is harmed.
-GOOD_ENDS = CASES["good_ends"]
-
-
-@pytest.mark.parametrize("name", GOOD_ENDS)
-def test_programs_that_leave_something_behind(name, strength, folder):
-    result = run_one(GOOD_ENDS[name], limits=Limits(), strength=strength)
-    assert result.status == "succeeded", result
-    check_nothing_is_left(folder, strength)
+def test_programs_that_leave_something_behind(strength, folder):
+    """They may end as they like: nothing of theirs may be left, and nobody else is harmed."""
+    for name, text in CASES["good_ends"].items():
+        result = run_one(text, limits=Limits(), strength=strength)
+        assert result.status == "succeeded", (name, result)
+        check_nothing_is_left(folder, strength)
 
 
 def test_a_program_writes_nothing_outside(strength, folder):
@@ -196,8 +188,9 @@ def test_programs_end_with_the_trainer(strength, folder):
     """However it ends: here it is killed."""
     code = (
         f"import sys; sys.executable = {sys.executable!r}; "
-        "from rl2.rewards.sandbox import Program, run; "
-        f"run(Program('import time; time.sleep(1000)'), strength={strength!r})"
+        "from rl2.rewards.sandbox import Limits, Program, run; "
+        "run(Program('import time; time.sleep(1000)'), limits=Limits(wall_seconds=1000), "
+        f"strength={strength!r})"
     )
     trainer = subprocess.Popen([PYTHON, "-c", code], env=os.environ | {"TMPDIR": str(folder)})
     try:

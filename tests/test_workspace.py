@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,12 +79,9 @@ def test_files_outside_are_refused(path, folder):  # noqa: F811
 
 
 def test_how_a_command_ends_is_told(strength):  # noqa: F811
-    ends = {
-        "exit 3": "failed",
-        "kill -9 $$": "killed",
-        "sleep 100": "timed out",
-    }
-    with Workspace(limits=replace(QUICK, wall_seconds=5), strength=strength) as workspace:
+    ends = {"exit 3": "failed", "kill -9 $$": "killed", "sleep 100": "timed out"}
+    limits = replace(QUICK, cpu_seconds=1, wall_seconds=3)
+    with Workspace(limits=limits, strength=strength) as workspace:
         assert {command: workspace.run(command).status for command in ends} == ends
         endless = workspace.run("python3 -c 'while True: pass'")
         assert endless.status in ("killed", "starved")  # out of CPU time, or on a busy machine
@@ -102,15 +100,15 @@ ATTACKS = {
     "background": "(setsid sleep 1000 &) >/dev/null 2>&1; exit 0",
     "closed files": "exec 0<&- 1>&- 2>&-",
     "much output": "yes",
-    "deep folders": "for i in $(seq 3000); do mkdir d && cd d; done",
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_the_next_command_works_after(attack, workspace, folder):  # noqa: F811
-    result = workspace.run(ATTACKS[attack])
-    assert len(result.stdout) <= QUICK.file_bytes
-    assert workspace.run("ps >/dev/null 2>&1; echo works") == ("succeeded", "works\n", "")
+def test_the_next_command_works_after_attacks(workspace, folder):  # noqa: F811
+    for name, attack in ATTACKS.items():
+        result = workspace.run(attack)
+        assert len(result.stdout) <= QUICK.file_bytes
+        after = workspace.run("ps >/dev/null 2>&1; rm -rf *; echo works")
+        assert after == ("succeeded", "works\n", ""), name
     workspace.close()
     wait_until(lambda: not find_processes(folder))
     assert list(folder.glob("rl2-sandbox-*")) == []
@@ -130,13 +128,6 @@ def test_a_workspace_does_not_see_others(workspace, strength):  # noqa: F811
         other.run("chmod 700 .")
         assert workspace.run(f"cat {home}/secret").status == "failed"
         assert other.read("secret") == "x"
-
-
-def test_a_command_writes_nothing_outside(workspace, folder):  # noqa: F811
-    victim = folder / "victim"
-    victim.write_text("as it was")
-    result = workspace.run(f"echo changed > {victim}; ln -s {victim} link; echo changed > link")
-    assert result.status == "failed" and victim.read_text() == "as it was"
 
 
 def test_it_outlives_the_thread_that_made_it(strength):  # noqa: F811
@@ -168,19 +159,22 @@ def test_it_ends_with_its_last_reference(strength, folder):  # noqa: F811
 
 
 def test_it_ends_with_its_trainer(strength, folder):  # noqa: F811
+    """While a command runs; test_sandbox kills the trainer while the launcher starts."""
     code = f"""
-        import tempfile, time
+        import tempfile
         tempfile.tempdir = {str(folder)!r}
+        from rl2.rewards.sandbox import Limits
         from rl2.rewards.workspace import Workspace
-        workspace = Workspace({{"a": "x"}}, strength={strength!r})
-        print(workspace.run("sleep 0.1; echo ready").stdout, flush=True)
+        workspace = Workspace(limits=Limits(wall_seconds=1000), strength={strength!r})
+        print(workspace.run("echo ready").stdout, flush=True)
         workspace.run("sleep 1000")
     """
     trainer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
     )
     assert trainer.stdout.readline() == "ready\n"
-    trainer.send_signal(signal.SIGKILL)
+    time.sleep(0.2)  # the command starts
+    trainer.kill()
     trainer.wait()
     wait_until(lambda: not find_processes(folder))
 
