@@ -33,18 +33,24 @@ SLOW_LETTERS = """
 
     async def reward_fn(messages, answer):
         reply = messages[-1]["content"]
-        await asyncio.sleep(0.2 * (hash(reply) % 3))
+        await asyncio.sleep(0.1 * (hash(reply) % 3))
         return sum(letter in answer for letter in reply) / max(len(reply), 1)
 """
 
 
-@pytest.fixture
-def setup(tmp_path):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The folder of what all runs share."""
+    return tmp_path_factory.mktemp("overlap")
+
+
+@pytest.fixture(scope="module")
+def setup(data):
     """Arguments of a run of 6 steps, without its folder."""
-    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
-    first_rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:5]
-    (tmp_path / "test.jsonl").write_text("".join(first_rows))
-    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW_LETTERS))
+    keys = letter_run(data, make_model(data / "tiny"))
+    first_rows = (data / "train.jsonl").read_text().splitlines(keepends=True)[:5]
+    (data / "test.jsonl").write_text("".join(first_rows))
+    (data / "slow.py").write_text(textwrap.dedent(SLOW_LETTERS))
     return [
         *keys,
         "data.prompts_per_rollout=3",
@@ -59,12 +65,27 @@ def train(world, folder, *arguments, **options):
     return launch(world, *PPO, *arguments, f"trainer.save_dir={folder}", **options)
 
 
-def with_tests(tmp_path):
+@pytest.fixture(scope="module")
+def with_tests(data, setup):
+    """Arguments of a run that evaluates, filters and keeps its checkpoints."""
     return [
-        f"data.test_path={tmp_path / 'test.jsonl'}",
+        *setup,
+        f"data.test_path={data / 'test.jsonl'}",
         "trainer.test_freq=2",
         "rollout.test_sampling_params.max_new_tokens=8",
+        "rollout.filter=[0.0,0.9]",
+        "trainer.save_freq=1",
+        "trainer.keep_checkpoints=null",
     ]
+
+
+@pytest.fixture(scope="module")
+def fast(data, with_tests):
+    """(arguments of a run two steps ahead, its folder)."""
+    keys = ["rollout.max_staleness=2", "actor.update_per_rollout=2", "actor.correction=token_tis"]
+    arguments = [*with_tests, *keys]
+    train(2, data / "fast", *arguments, "rollout.num_processes=1")
+    return arguments, data / "fast"
 
 
 def read_bits(folder):
@@ -84,25 +105,25 @@ def versions_of(folder, step):
     return {version for record in records for version, _ in record["versions"]}
 
 
-def test_a_rollout_is_of_weights_of_one_age(setup, tmp_path):
+def test_a_rollout_is_of_weights_of_one_age(fast, with_tests, data, tmp_path):
     """Timing and the number of processes that sample change no bit."""
-    arguments = [*setup, *with_tests(tmp_path), "actor.update_per_rollout=2"]
-    ahead = [*arguments, "rollout.max_staleness=2"]
-    train(2, tmp_path / "fast", *ahead, "rollout.num_processes=1")
+    arguments, folder = fast
     for step in range(1, 7):
-        assert versions_of(tmp_path / "fast", step) == {2 * max(0, step - 3)}
-    lines = read_metrics(tmp_path / "fast")
+        assert versions_of(folder, step) == {2 * max(0, step - 3)}
+    lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(7))
     assert [line.get("rollout/staleness") for line in lines[1:]] == [0, 2, 4, 4, 4, 4]
+    assert all(line["actor/mismatch_logp_difference"] > 1e-4 for line in lines[2:])
     assert [line["step"] for line in lines if "test/reward/mean" in line] == [0, 2, 4, 6]
     assert lines[-1]["reward/mean"] > 1.5 * lines[1]["reward/mean"], "it learns nothing"
-    expected = read_bits(tmp_path / "fast")
+    expected = read_bits(folder)
     assert len(expected) == 1 + 6 + 4 + 6 + 1
-    slow = [f"rollout.env_path={tmp_path / 'slow.py'}", "rollout.num_processes=2"]
-    train(3, tmp_path / "slow", *ahead, *slow)
+    slow = [f"rollout.env_path={data / 'slow.py'}", "rollout.num_processes=2"]
+    train(3, tmp_path / "slow", *arguments, *slow, "trainer.save_freq=null")
     others = read_bits(tmp_path / "slow")
     # The first evaluation and rollout are those of a run whose processes all do both.
-    train(1, tmp_path / "together", *arguments, "rollout.exact=false", "trainer.max_steps=1")
+    keys = ["rollout.exact=false", "trainer.max_steps=1"]
+    train(1, tmp_path / "together", *with_tests, *keys)
     together = read_bits(tmp_path / "together")
     for name in ("rollouts/train/step_1.jsonl", "rollouts/test/step_0.jsonl"):
         texts = [[record["messages"] for record in bits[name]] for bits in (expected, together)]
@@ -112,21 +133,14 @@ def test_a_rollout_is_of_weights_of_one_age(setup, tmp_path):
     assert others == expected
 
 
-@pytest.mark.parametrize("correction", ["none", "token_tis"])
-def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correction):
+def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path):
     """Without a correction the ratio is to the policy that sampled, as in trainer.rollouts_from."""
-    arguments = [*setup, f"actor.correction={correction}", "trainer.max_steps=3"]
+    arguments = [*setup, "actor.correction=none", "trainer.max_steps=3"]
     train(2, tmp_path / "run", *arguments, "rollout.num_processes=1")
     assert versions_of(tmp_path / "run", 3) == {1}, "a rollout runs a step ahead by default"
-    lines = read_metrics(tmp_path / "run")
-    ratios = [line["actor/ratio"] for line in lines]
-    is_off_policy = [abs(ratio - 1) > 1e-4 for ratio in ratios]
-    assert is_off_policy == [correction == "none" and step > 0 for step in range(3)]
-    if correction != "none":
-        assert all(line["actor/mismatch_logp_difference"] > 1e-4 for line in lines[1:])
-        return
-    again = [*arguments, f"trainer.rollouts_from={tmp_path / 'run'}"]
-    train(1, tmp_path / "again", *again)
+    ratios = [line["actor/ratio"] for line in read_metrics(tmp_path / "run")]
+    assert [abs(ratio - 1) > 1e-4 for ratio in ratios] == [False, True, True]
+    train(1, tmp_path / "again", *arguments, f"trainer.rollouts_from={tmp_path / 'run'}")
     assert same_weights(tmp_path / "again/model", tmp_path / "run/model")
 
 
@@ -147,41 +161,34 @@ def test_the_trainers_layout_changes_little(setup, tmp_path, keys):
             assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6), layout
 
 
-@pytest.mark.parametrize(
-    "lag, words",
-    [
-        (2, []),
-        pytest.param(1, [], marks=pytest.mark.nightly),
-        pytest.param(1, ["actor.lora_rank=2"], marks=pytest.mark.nightly),
-    ],
-)
-def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path, lag, words):
-    arguments = [
-        *setup,
-        *words,
-        *with_tests(tmp_path),
-        "rollout.filter=[0.0,0.9]",
-        "rollout.num_processes=1",
-        f"rollout.max_staleness={lag}",
-        "trainer.max_steps=4",
-        "trainer.save_freq=1",
-        "trainer.keep_checkpoints=4",
-    ]
-    train(2, tmp_path / "whole", *arguments)
-    expected = read_bits(tmp_path / "whole")
+def check_resumed(whole, arguments, folder):
+    """Runs from the checkpoints of steps 1 and 3 end with the bits of the whole run."""
+    expected = read_bits(whole)
     for step in (1, 3):
-        start = f"trainer.resume={tmp_path / 'whole/checkpoints'}/step_{step}"
-        folder = tmp_path / f"from_{step}"
-        train(2, folder, *arguments, start)
-        bits = read_bits(folder)
+        start = f"trainer.resume={whole / 'checkpoints'}/step_{step}"
+        train(2, folder / f"from_{step}", *arguments, "rollout.num_processes=1", start)
+        bits = read_bits(folder / f"from_{step}")
         later = [line for line in expected["metrics"] if line["step"] > step]
         assert bits.pop("metrics") == later
         assert bits.items() <= expected.items()
         assert "model/model.safetensors" in bits
 
 
+def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(fast, tmp_path):
+    arguments, whole = fast
+    check_resumed(whole, arguments, tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_run_with_adapters_resumes(with_tests, tmp_path):
+    arguments = [*with_tests, "actor.lora_rank=2", "trainer.max_steps=4"]
+    train(2, tmp_path / "whole", *arguments, "rollout.num_processes=1")
+    check_resumed(tmp_path / "whole", arguments, tmp_path)
+
+
 def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path):
-    (tmp_path / "env.py").write_text(
+    env = tmp_path / "broken.py"
+    env.write_text(
         textwrap.dedent("""
             num_calls = 0
 
@@ -193,7 +200,7 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path)
                 return 1.0
         """)
     )
-    keys = ["rollout.num_processes=1", "rollout.max_staleness=2"]
+    keys = [f"rollout.env_path={env}", "rollout.num_processes=1", "rollout.max_staleness=2"]
     done = train(2, tmp_path / "run", *setup, *keys, check=False)
     assert done.returncode != 0
     message = done.stderr.split("error")[-1]
