@@ -1,15 +1,22 @@
 """Tests of evaluation: metrics against exact combinatorics, test sets, runs that only evaluate."""
 
 import textwrap
-from itertools import combinations
+from itertools import combinations, product
 from math import isnan, sqrt
 from statistics import fmean, stdev
 
 import pytest
-from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
+from common import (
+    launch_runs,
+    make_model,
+    make_tokenizer,
+    pack_rows,
+    read_jsonl,
+    read_metrics,
+    write_jsonl,
+)
 from scripted import PARAMS, make
 
-from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
@@ -28,27 +35,18 @@ ENV = """
 """
 
 
-@pytest.mark.parametrize("num_right", range(7))
-@pytest.mark.parametrize("k", range(1, 7))
-def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_answer(num_right, k):
-    answers = [1] * num_right + [0] * (6 - num_right)
-    draws = list(combinations(answers, k))
-    assert pass_at_k(6, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_answer():
+    for num_right, k in product(range(7), range(1, 7)):
+        draws = list(combinations([1] * num_right + [0] * (6 - num_right), k))
+        assert pass_at_k(6, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_the_standard_error_is_the_usual_one_for_one_answer_a_prompt():
+@pytest.mark.parametrize("num_answers", [1, 3])
+def test_the_standard_error_is_the_usual_one_of_the_prompts(num_answers):
+    """Equal answers to one prompt add no certainty."""
     values = [1.0, 0.0, 0.0, 1.0, 1.0]
-    mean, error = clustered_mean([[value] for value in values])
-    assert (mean, error) == pytest.approx((0.6, stdev(values) / sqrt(5)))
-
-
-def test_answers_to_one_prompt_are_one_cluster():
-    """By hand: the mean is 4 / 6; the deviations of the prompts sum to 2/3, -4/3 and 2/3."""
-    mean, error = clustered_mean([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
-    assert mean == pytest.approx(2 / 3)
-    assert error == pytest.approx(sqrt(3 / 2 * (4 + 16 + 4) / 9) / 6)
-    # As many prompts with one answer each: equal answers add no certainty.
-    assert error == pytest.approx(clustered_mean([[1.0], [0.0], [1.0]])[1])
+    measured = clustered_mean([[value] * num_answers for value in values])
+    assert measured == pytest.approx((0.6, stdev(values) / sqrt(5)))
     assert isnan(clustered_mean([])[0]) and isnan(clustered_mean([[1.0, 0.0]])[1])
 
 
@@ -84,12 +82,6 @@ def test_metrics_of_several_answers():
         name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
     }
     assert measure_samples(played(0, 0.7, 0.2), 2)["avg@2"] == 0
-    style = [
-        end({"right": 0.0, "style": 1.0}),
-        end({"right": 1.0, "style": -0.5}),
-        end({"style": 9.0}),
-    ]
-    assert measure_samples(style, 3, score="right")["avg@3"] == pytest.approx(1 / 3)
     parts = end({"a": 0.7, "b": 0.2, "c": 0.1})
     assert measure_samples([parts], 1)["avg@1"] == 1  # their sum is 0.9999999999999999
 
@@ -101,6 +93,8 @@ def test_an_answer_is_right_by_the_whole_reward_unless_a_part_is_named():
         trajectory.weights = {"right": 0.9, "form": 0.1}
     assert measure_samples([form, both], 1)["avg@1"] == 0.5
     assert measure_samples([form, both], 1, score="form")["avg@1"] == 1
+    without = end({"form": 9.0}, group=2)
+    assert measure_samples([form, both, without], 1, score="right")["avg@1"] == 1 / 3
 
 
 def make_rows(*answers):
@@ -180,36 +174,26 @@ def test_the_split_follows_the_keys(monkeypatch):
     assert train is None and len(tests[""]) == 5
 
 
-@pytest.fixture
-def setup(tmp_path, monkeypatch):
-    """The keys of a PPO run without training rows."""
+def test_a_run_that_only_evaluates(tmp_path, monkeypatch):
+    """On two processes, without training rows; its folder is its own."""
     monkeypatch.chdir(tmp_path)
-    make_model("model", max_position_embeddings=512)
+    make_model("model")
     (tmp_path / "env.py").write_text(textwrap.dedent(ENV))
     for name in ("a", "b"):
-        text = "\n".join(str(row).replace("'", '"') for row in make_rows(*"01234"))
-        (tmp_path / f"{name}.jsonl").write_text(text + "\n")
-    return ["actor.model_name=model", "rollout.env_path=env.py"]
-
-
-EVALUATION = ["trainer.eval_only=true", "data.test_path.a=a.jsonl", "data.test_path.b=b.jsonl"]
-
-
-def test_keys_of_an_evaluation(setup, capsys):
-    """It needs no training rows."""
-    config = parse(PPOConfig, [*setup, *EVALUATION])
-    assert config.data.test_paths == {"data.test_path.a": "a.jsonl", "data.test_path.b": "b.jsonl"}
-    parse(PPOConfig, [setup[0], *EVALUATION, "rollout.env_path={a:env.py,b:env.py}"])
-    with pytest.raises(SystemExit):
-        parse(PPOConfig, [*setup, EVALUATION[0], "data.test_ratio=1"])
-    assert "data.test_ratio=1.0: it must be below 1" in capsys.readouterr().err
-
-
-def test_a_run_that_only_evaluates(setup, tmp_path):
-    """On two processes; its folder is its own."""
-    words = ["rollout.train_sampling_params.max_new_tokens=4", "trainer.disable_wandb=true"]
-    sampling = ["data.responses_per_test_prompt=2", "rollout.test_sampling_params.temperature=1"]
-    run = ["ppo", *setup, *words, *EVALUATION, *sampling, "trainer.save_dir=run"]
+        write_jsonl(f"{name}.jsonl", make_rows(*"01234"))
+    run = [
+        "ppo",
+        "trainer.eval_only=true",
+        "actor.model_name=model",
+        "data.test_path.a=a.jsonl",
+        "data.test_path.b=b.jsonl",
+        "rollout.env_path={a:env.py,b:env.py}",
+        "rollout.train_sampling_params.max_new_tokens=4",
+        "data.responses_per_test_prompt=2",
+        "rollout.test_sampling_params.temperature=1",
+        "trainer.disable_wandb=true",
+        "trainer.save_dir=run",
+    ]
     done = launch_runs(2, [run])
     [metrics] = read_metrics(tmp_path / "run")
     for name in ("a", "b"):
