@@ -27,19 +27,22 @@ ENV = """
 """
 
 
+# Of 2 answers to each of 12 prompts so many are right, and three steps train 3 prompts each. Rows 1
+# and 6 are the slowest, so the rows behind them are done first. They do not take their places.
+THREE_STEPS = {
+    "num_right": [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1, 2],
+    "seconds": {1: 0.2, 6: 0.2},
+    "batch_size": 3,
+    "filter": [0.0, 1.0],
+    "max_refills": 3,
+}
+
+
 class ScriptedGroups(ScriptedEngine):
     """The first num_right[row] answers to the prompt of a row are right; None: all fail in the env.
 
     An answer takes seconds[row], by default none. It has lengths[row] tokens with its end.
     """
-
-    TWO_PROCESSES = {
-        "num_right": [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1],
-        "seconds": {1: 0.2, 6: 0.2},
-        "batch_size": 3,
-        "filter": [0.0, 1.0],
-        "max_refills": 3,
-    }
 
     def __init__(self, tokenizer, num_right, seconds):
         super().__init__(tokenizer, self.answer, self.seconds_of)
@@ -88,18 +91,23 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
     return train_rows(player, rows, batch_size, **options)
 
 
+def rows_of(trajectories):
+    """The numbers of the rows of the groups that are trained, and of those that are not."""
+    trained = [t.row_index for t in trajectories if not t.is_rejected]
+    filtered = [t.row_index for t in trajectories if t.is_rejected]
+    return list(dict.fromkeys(trained)), list(dict.fromkeys(filtered))
+
+
 def main() -> None:
     init_distributed()
     partial = {"deterministic": False, "partial": True, "num_steps": 9}
     for options in ({"deterministic": True}, {"deterministic": False}, partial):
-        collector = make_collector(Path(sys.argv[1]), **ScriptedGroups.TWO_PROCESSES, **options)
+        collector = make_collector(Path(sys.argv[1]), **THREE_STEPS, **options)
         rows, numbers = [], []
         for step in (1, 2, 3):
             trajectories = collector.collect(step)
             trajectories.sort(key=lambda trajectory: trajectory.id)
-            trained = [t.row_index for t in trajectories if not t.is_rejected]
-            filtered = [t.row_index for t in trajectories if t.is_rejected]
-            rows.append((list(dict.fromkeys(trained)), list(dict.fromkeys(filtered))))
+            rows.append(rows_of(trajectories))
             numbers.append([(t.id, t.group, t.reward, len(t.samples)) for t in trajectories])
         own = {
             "rows": rows,

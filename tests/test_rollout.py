@@ -29,6 +29,7 @@ from scripted import (  # noqa: F401
 from rl2.batch import Batch, Sample, collate
 from rl2.data.examples import Example
 from rl2.env.load import load_env
+from rl2.rollout.collect import StepGroups
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import (
     add_ages,
@@ -57,14 +58,12 @@ TOOL_ENV = """
 """
 
 
-def call_always(*_):
-    return "=1", "stop"
-
-
 def test_length_limits_end_a_trajectory(tmp_path):
     collector, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
     assert collector.play(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
-    collector, prompts, _ = make(tmp_path, call_always, TOOL_ENV, 9, max_length=90)
+    collector, prompts, _ = make(
+        tmp_path, lambda *_: ("=1", "stop"), TOOL_ENV, max_turns=9, max_length=90
+    )
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     assert 1 < trajectory.num_turns < 9 and trajectory.finish_reason == "length"
     assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
@@ -225,13 +224,6 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     assert ages[2:] == [[1, 1]] * 2 and not batch.ages[batch.mask == 0].any()
 
 
-def test_a_step_that_the_filter_left_empty_has_no_ages():
-    rejected = Trajectory(0, 0, [], versions=[(0, 3)], filter_status=FilterStatus.REJECTED)
-    batch = collate(training_samples([rejected]))
-    add_ages(batch, [rejected], 1)
-    assert batch.ages.tolist() == [[0]]
-
-
 def module_of(env):
     """The module of the env file."""
     return sys.modules[env.spec.reward_fn.__module__]
@@ -328,28 +320,12 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
 
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
-    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, deterministic=False)
-    engine = collector.player.engine
-    engine.abort = lambda: None
-    engine.max_running_requests = 32  # the answers of four groups: two of the step, two ahead
-    generate = engine.generate
-
-    async def generate_when_all_have_begun(*arguments):
-        generation = await generate(*arguments)
-        while len(engine.requests) < 32:
-            await asyncio.sleep(0)
-        return generation
-
-    engine.generate = generate_when_all_have_begun
-    collector = make_training(collector, 9, 2, 8, partial=True)
-    collector.collect(1)
-    assert len(collector.carried_over) == 2
-    collector.samples_per_prompt = 4
-    collector.cursor.examples.batch_size = 3
-    done = collector.collect(2)
-    ids = [trajectory.id for trajectory in done]
-    assert len(ids) == len(set(ids)) == 8 + 8 + 4
-    assert all(sample.trajectory == t.id for t in done for sample in t.samples)
+    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV)
+    paused = [begin_group(5, prompts[0], 8), begin_group(6, prompts[0], 8, 8)]
+    groups = StepGroups(paused, make_training(collector, 9, 3).cursor, samples_per_prompt=4)
+    played = [groups.get(number) for number in range(4)]
+    assert [group.id for group in played] == [5, 6, 7, 8]
+    assert [t.id for group in played for t in group.trajectories] == list(range(24))
 
 
 def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
@@ -369,41 +345,32 @@ def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
     assert "advantage" not in next(to_records(trajectories))
 
 
+def ended(number, group, rewards, finish_reason=FinishReason.STOP, **others):
+    return Trajectory(number, group, [], rewards=rewards, finish_reason=finish_reason, **others)
+
+
 def test_metrics_by_source():
     """Those of a source are the metrics of a rollout that has its trajectories alone."""
-
-    def make(group, source, reward, status=FilterStatus.PASSED):
-        return Trajectory(
-            id=2 * group,
-            group=group,
-            messages=[],
-            rewards={"right": reward},
-            finish_reason=FinishReason.STOP,
-            source=source,
-            filter_status=status,
-        )
-
-    maths = [make(0, "maths", 1.0), make(1, "maths", 0.0, FilterStatus.REJECTED)]
-    code = [make(2, "code", 0.25)]
-    metrics = summarise_sources([maths[0], *code, maths[1]], 0)
-    assert metrics["sources/maths/reward/mean"] == metrics["sources/maths/reward/right"] == 0.5
-    assert metrics["sources/maths/rollout/filtered"] == 0.5
-    assert metrics["sources/code/reward/mean"] == 0.25
-    assert metrics["sources/code/rollout/filtered"] == 0
-    alone = summarise(maths, 0) | summarise_groups(maths)
-    of_maths = {name for name in metrics if name.startswith("sources/maths/")}
-    assert of_maths == {f"sources/maths/{name}" for name in alone}
-    assert summarise_sources([make(0, "", 1.0)], 0) == {}
+    passed, rejected = FilterStatus.PASSED, FilterStatus.REJECTED
+    maths = [
+        ended(0, 0, {"right": 1.0}, source="maths", filter_status=passed),
+        ended(2, 1, {"right": 0.0}, source="maths", filter_status=rejected),
+    ]
+    code = [ended(4, 2, {"right": 0.25}, source="code", filter_status=passed)]
+    expected = {}
+    for source, members in (("maths", maths), ("code", code)):
+        alone = summarise(members, 0) | summarise_groups(members)
+        expected |= {f"sources/{source}/{name}": value for name, value in alone.items()}
+    unnamed = ended(6, 3, {"right": 1.0})
+    assert summarise_sources([maths[0], *code, maths[1], unnamed], 0) == expected
+    assert expected["sources/maths/rollout/filtered"] == expected["sources/maths/reward/mean"]
     again = Trajectory.from_record(maths[0].record())
-    assert again.source == "maths" and "source" not in make(0, "", 1.0).record()
+    assert again.source == "maths" and "source" not in unnamed.record()
 
 
 def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():
     parts = [{"mean": 3.0, "std": 5.0, "right": 1.0}, {"mean": 5.0, "std": 7.0, "reward": 2.0}]
-    trajectories = [
-        Trajectory(i, 0, [], rewards=rewards, finish_reason=FinishReason.STOP)
-        for i, rewards in enumerate(parts)
-    ]
+    trajectories = [ended(i, 0, rewards) for i, rewards in enumerate(parts)]
     metrics = {k: v for k, v in summarise(trajectories, 0).items() if k.startswith("reward/")}
     assert metrics == {
         "reward/mean": 11.5,
@@ -432,10 +399,7 @@ def test_the_fraction_of_groups_of_equal_rewards():
     for group, answers in rewards.items():
         for parts in answers:
             reason = FinishReason.STOP if parts else FinishReason.FAILED
-            number = len(trajectories)
-            trajectories.append(
-                Trajectory(number, group, [], rewards=parts or {}, finish_reason=reason)
-            )
+            trajectories.append(ended(len(trajectories), group, parts or {}, reason))
     assert summarise_groups(trajectories)["rollout/zero_variance"] == pytest.approx(3 / 4)
     for trajectory in trajectories:
         if trajectory.group != 1:
