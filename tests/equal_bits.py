@@ -104,7 +104,16 @@ def and_resume(command: str) -> tuple[str, str]:
 
 RUNS = [
     Run("quickstart", ("quickstart",), 1),
-    Run("ppo", (f"{PPO} {TEST} adv.norm_var=true trainer.test_freq=2 trainer.save_freq=2",)),
+    Run(
+        "ppo",
+        (
+            f"{PPO} {TEST} adv.norm_var=true trainer.test_freq=2 trainer.save_freq=2"
+            " rollout.train_sampling_params.temperature=0.7 data.shuffle=false trainer.seed=3"
+            " rollout.train_sampling_params.top_p=0.9 rollout.train_sampling_params.top_k=40"
+            " rollout.test_sampling_params.temperature=0.5 rollout.test_sampling_params.top_p=0.8"
+            " actor.model_name={data}/qwen3",
+        ),
+    ),
     Run(
         "ppo_one_process",
         (f"{PPO} {TEST} adv.norm_var=true actor.gradient_checkpointing=false",),
@@ -131,14 +140,17 @@ RUNS = [
         "ppo_sp",
         (
             f"{PPO} {CRITIC} actor.sp_size=2 critic.fsdp_size=1 kl.coef=0.01 kl.type=loss"
-            " actor.update_per_rollout=2 actor.share_prompts=false",
+            " actor.update_per_rollout=2 actor.share_prompts=false actor.loss=gspo"
+            " actor.clip=0.01 actor.average=constant actor.average_constant=12",
         ),
     ),
     Run(
         "ppo_tp",
         (
             f"{PPO} {CRITIC} actor.tp_size=2 critic.tp_size=1 critic.sp_size=2 kl.coef=0.01"
-            " kl.type=loss kl.loss_estimator=k3 trainer.save_freq=4",
+            " kl.type=loss kl.loss_estimator=k3 trainer.save_freq=4 actor.loss=cispo"
+            " actor.update_per_rollout=2 actor.clip_high=0.1 actor.average=sequence"
+            " actor.correction=sequence_mask",
         ),
     ),
     Run(
@@ -146,27 +158,6 @@ RUNS = [
         and_resume(
             f"{PPO} {CRITIC} actor.lora_rank=4 critic.lora_rank=2 critic.lora_alpha=8"
             " actor.lora_targets=[q_proj,v_proj] kl.coef=0.01 kl.type=reward adv.norm_var=true"
-        ),
-    ),
-    Run(
-        "ppo_gspo_constant",
-        (
-            f"{PPO} actor.loss=gspo actor.update_per_rollout=2 actor.clip=0.01"
-            " actor.average=constant actor.average_constant=12",
-        ),
-    ),
-    Run(
-        "ppo_cispo_sequence",
-        (
-            f"{PPO} actor.loss=cispo actor.update_per_rollout=2 actor.clip_high=0.1"
-            " actor.average=sequence actor.correction=sequence_mask",
-        ),
-    ),
-    Run(
-        "ppo_dual_clip",
-        (
-            f"{PPO} actor.dual_clip=1.05 actor.clip=0.05 actor.clip_high=0.1 adv.norm_var=true"
-            " actor.update_per_rollout=3 actor.average=sequence",
         ),
     ),
     Run(
@@ -179,15 +170,6 @@ RUNS = [
         ),
     ),
     Run(
-        "ppo_sampling",
-        (
-            f"{PPO} {TEST} rollout.train_sampling_params.temperature=0.7 trainer.test_freq=2"
-            " rollout.train_sampling_params.top_p=0.9 rollout.train_sampling_params.top_k=40"
-            " rollout.test_sampling_params.temperature=0.5 data.shuffle=false trainer.seed=3"
-            " rollout.test_sampling_params.top_p=0.8 actor.model_name={data}/qwen3",
-        ),
-    ),
-    Run(
         "ppo_optimizer",
         (
             f"{PPO} actor.save_dir={{run}}/exports actor.save_freq=4 actor.save_optimizer=true",
@@ -195,7 +177,13 @@ RUNS = [
             " actor.optimizer_dir={run}/exports/step_4",
         ),
     ),
-    Run("ppo_turns", (f"{PPO} {TURNS}",)),
+    Run(
+        "ppo_turns",
+        (
+            f"{PPO} {TURNS} actor.dual_clip=1.05 actor.clip=0.05 actor.clip_high=0.1"
+            " adv.norm_var=true actor.update_per_rollout=3 actor.average=sequence",
+        ),
+    ),
     Run(
         "ppo_turns_rewritten",
         (
@@ -216,7 +204,6 @@ RUNS = [
         "ppo_overlap",
         and_resume(f"{PPO} {FILTER} {TEST} rollout.num_processes=1 trainer.test_freq=2"),
     ),
-    Run("ppo_filter_one_process", (f"{PPO} {FILTER} {TEST}",), 1),
     Run("sft", and_resume(SFT)),
     Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
     Run("sft_sp", (f"{SFT} actor.sp_size=2 actor.average=sequence",)),
