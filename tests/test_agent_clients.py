@@ -7,10 +7,21 @@ answer. It gives the tokens that an object with tools gives.
 import textwrap
 
 import pytest
+from env_helpers import call_text, describe, play, trained_text
 from scripted import process_group  # noqa: F401
-from test_endpoint import DOUBLING_OBJECT, describe, play
-from test_env_objects import call_text, trained_text
 
+# An object with a tool, whose calls the same conversation has without an agent.
+DOUBLING_OBJECT = '''
+    class make_env:
+        def double(self, x: int):
+            """Doubles.
+
+            Args:
+                x: a number
+            """
+            return str(2 * x)
+    def reward_fn(messages): return float(len(messages))
+'''
 SCRIPT = ["Hm. " + call_text("double", x=3) + call_text("double", x=4), "6 and 8"]
 HEAD = """
     import json
@@ -24,6 +35,7 @@ CHAT = """
         asked = {"model": model, "messages": messages, "tools": [TOOL]}
         if not STREAM:
             answer = await client.chat.completions.create(**asked)
+            assert answer.usage.total_tokens > answer.usage.completion_tokens > 0
             message = answer.choices[0].message
             return message.content, message.tool_calls, answer.choices[0].finish_reason
         text, calls, reason, usage = "", {}, None, None
@@ -43,9 +55,14 @@ CHAT = """
                         calls[call.index].function.arguments += call.function.arguments
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         return text, list(calls.values()), reason
-    async def run(row, base_url, model, api_key):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async def run(row, base_url, model):
+        async with openai.AsyncOpenAI(base_url=base_url) as client:
+            assert [m.id async for m in client.models.list()] == [model]
             messages = list(row["messages"])
+            try:
+                await client.chat.completions.create(model=model, messages=messages, n=2)
+            except openai.BadRequestError as error:
+                assert "only 1 is supported" in error.message
             text, calls, reason = await ask(client, model, messages)
             assert (text, reason) == ("Hm.", "tool_calls")
             turn = [call.model_dump(include={"id", "type", "function"}) for call in calls]
@@ -91,7 +108,13 @@ def run_env(*parts, stream=False):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_each_client_gives_the_tokens_of_an_object_with_tools(tmp_path, client, stream):
+def test_each_client_gives_the_tokens_of_an_object_with_tools(
+    tmp_path, monkeypatch, client, stream
+):
+    """That of OpenAI finds its key in the environment: one that rl2 has set, or the user's own."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if stream:
+        monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     pytest.importorskip("anthropic" if client == "anthropic" else "openai")
     (agent,), player = play(tmp_path, SCRIPT, run_env(CLIENTS[client], stream=stream))
     (other,), _ = play(tmp_path, SCRIPT, DOUBLING_OBJECT)
@@ -112,13 +135,9 @@ AGENTS = """
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             policy = agents.OpenAIChatCompletionsModel(model=model, openai_client=client)
             agent = agents.Agent(name="doubler", model=policy, tools=[double])
-            question = row["messages"]
-            if STREAM:
-                result = agents.Runner.run_streamed(agent, question)
-                async for _ in result.stream_events():
-                    pass
-            else:
-                result = await agents.Runner.run(agent, question)
+            result = agents.Runner.run_streamed(agent, row["messages"])
+            async for _ in result.stream_events():
+                pass
             assert result.final_output == "6 and 8", result.final_output
             more = [*result.to_input_list(), {"role": "user", "content": "sure?"}]
             again = await agents.Runner.run(agent, more)
@@ -126,13 +145,11 @@ AGENTS = """
 """
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_agents_of_openai_run_unchanged(tmp_path, stream):
-    """With chat completions. All their requests extend one sequence."""
+def test_agents_of_openai_run_unchanged(tmp_path):
+    """With chat completions, streamed and not. All their requests extend one sequence."""
     pytest.importorskip("agents")
     script = [*SCRIPT, "yes"]
-    env = run_env(AGENTS, stream=stream)
-    (trajectory,), player = play(tmp_path, script, env, max_length=2000)
+    (trajectory,), player = play(tmp_path, script, run_env(AGENTS), max_length=2000)
     assert trajectory.rewards == {"reward": 7.0}, player.failures.last
     (sample,) = trajectory.samples
     assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])

@@ -10,114 +10,15 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
-from common import make_tokenizer, pack_rows
-from scripted import (  # noqa: F401
-    PARAMS,
-    ScriptedEngine,
-    make_prompts,
-    make_row,
-    player_class,
-    process_group,
-    write_nothing,
-)
-from test_env_objects import CHATML_WITH_TOOLS, trained_text
+from common import pack_rows
+from env_helpers import describe, load_text, make_agent, play, trained_text
+from scripted import PARAMS, ScriptedEngine, make_row, process_group  # noqa: F401
 
 from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
 from rl2.config.schema import RolloutConfig
-from rl2.data.chat import ChatTemplate
-from rl2.env.contract import EnvFailures
-from rl2.env.load import load_env, preflight
+from rl2.env.load import preflight
 from rl2.ppo_inputs import read_envs
-from rl2.rollout.collect import Collector
 from rl2.rollout.trajectory import begin_group
-
-# An env file: an object with a tool, whose calls the same conversation has without an agent.
-DOUBLING_OBJECT = '''
-    class make_env:
-        def double(self, x: int):
-            """Doubles.
-
-            Args:
-                x: a number
-            """
-            return str(2 * x)
-    def reward_fn(messages): return float(len(messages))
-'''
-# A client of HTTP with the standard library alone, for what OpenAI's client would not send.
-CLIENT = """
-    import asyncio, http.client, json
-    from urllib.parse import urlsplit
-    def send(base_url, body, path="/chat/completions", method="POST", **headers):
-        url = urlsplit(base_url)
-        connection = http.client.HTTPConnection(url.hostname, url.port)
-        if not isinstance(body, (bytes, str)):
-            body = json.dumps(body)
-        path = path if path.startswith("//") else url.path + path
-        connection.request(method, path.replace("//", "/"), body, headers)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    def ask(base_url, api_key, messages, **fields):
-        body = {"model": "rl2", "messages": messages, **fields}
-        status, answer = send(base_url, body, Authorization=f"Bearer {api_key}")
-        if status != 200:
-            raise ValueError(f"{status} {answer['error']['message']}")
-        return answer["choices"][0]
-    def user(text):
-        return {"role": "user", "content": text}
-"""
-
-
-def make_agent(
-    tmp_path,
-    script,
-    env,
-    max_turns=4,
-    max_length=400,
-    num_prompts=1,
-    params=PARAMS,
-    isolation="thread",
-    timeout=20,
-    concurrency=32,
-    **more,
-):
-    """(collector, prompts, player) of an env file that may use the client above."""
-    text = textwrap.dedent(CLIENT) + textwrap.dedent(env)
-    (tmp_path / "env.py").write_text(text)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHATML_WITH_TOOLS
-    replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
-    env = load_env(str(tmp_path / "env.py"), timeout, concurrency, isolation)
-    player = player_class(env, **more)(
-        engine=ScriptedEngine(tokenizer, replies),
-        envs={"": env},
-        template=ChatTemplate(tokenizer),
-        failures=EnvFailures(1.0),
-        max_turns=max_turns,
-        max_length=max_length,
-    )
-    collector = Collector(player, params=params, write_records=write_nothing, deterministic=True)
-    rows = [make_row(i) for i in range(num_prompts)]
-    return collector, make_prompts(rows, tokenizer), player
-
-
-def play(tmp_path, script, env, num_samples=1, **options):
-    """(the trajectories of one prompt, the player)."""
-    params = options.get("params", PARAMS)
-    collector, prompts, player = make_agent(tmp_path, script, env, **options)
-    trajectories = collector.play(prompts, params, num_samples, "train", 1)
-    if player.failures.last:
-        print(player.failures.last)
-    player.envs[""].close()
-    endpoint = getattr(player, "endpoint", None)
-    assert endpoint is None or not endpoint.addresses
-    return trajectories, player
-
-
-def describe(trajectory):
-    """What is trained, comparable."""
-    columns = [(s.tokens, s.mask, s.logps, s.rewards) for s in trajectory.samples]
-    return [[list(column) for column in sample] for sample in columns]
-
 
 TWO_TURNS = """
     def run(row, base_url, model, api_key):
@@ -192,8 +93,7 @@ def test_two_requests_at_once(tmp_path):
                 await self.met.wait()
             return await super().generate(prompt, params, seed)
 
-    with mock.patch(f"{__name__}.ScriptedEngine", MeetingEngine):
-        (trajectory,), player = play(tmp_path, list("123"), env)
+    (trajectory,), player = play(tmp_path, list("123"), env, engine_class=MeetingEngine)
     assert trajectory.rewards == {"run": 1.0}, player.failures.last
     texts = sorted(trained_text(player, s).split("<|im_end|>") for s in trajectory.samples)
     assert [len(text) for text in texts] == [3, 2] and texts[0][0] == "1"
@@ -397,10 +297,7 @@ def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
     "request_, reason",
     [
         ("None", "no request has come to its base_url"),
-        ("send(base_url, {'model': 'gpt', 'messages': [user('a')]}, **own)", "model='gpt': "),
-        ("send(base_url, {'model': 'rl2', 'messages': []}, **own)", "cannot be answered"),
         ("send(base_url, {'model': 'rl2', 'messages': [user('a')]})", "wrong API key"),
-        ("send(base_url, {}, '/embeddings', **own)", "/v1/embeddings is not served"),
         (
             "send(base_url, {}, '/responses', **own)",
             "/v1/responses is no longer in rl2: use chat/comp",
@@ -451,8 +348,7 @@ def test_a_cancelled_request_leaves_the_order_of_answers(tmp_path):
         def reward_fn(messages): return {{"last": float(messages[-1]["content"])}}
     """
     ARRIVED.clear()
-    with mock.patch(f"{__name__}.ScriptedEngine", WaitingEngine):
-        (trajectory,), player = play(tmp_path, ["1", "2"], env)
+    (trajectory,), player = play(tmp_path, ["1", "2"], env, engine_class=WaitingEngine)
     assert trajectory.rewards == {"run": 1.0, "last": 2.0}, player.failures.last
     texts = [trained_text(player, sample) for sample in trajectory.samples]
     assert texts == ["1<|im_end|>", "2<|im_end|>"]
@@ -480,8 +376,7 @@ def test_a_request_ends_when_the_client_leaves(tmp_path):
             await asyncio.to_thread(ask, base_url, api_key, [user("b")])
             return 1.0
     """
-    with mock.patch(f"{__name__}.ScriptedEngine", WaitingEngine):
-        (trajectory,), player = play(tmp_path, lambda *_: ("two", "stop"), env)
+    (trajectory,), player = play(tmp_path, ["two"] * 2, env, engine_class=WaitingEngine)
     assert trajectory.rewards == {"run": 1.0}, player.failures.last
     (sample,) = trajectory.samples
     assert trained_text(player, sample) == "two<|im_end|>"
@@ -535,7 +430,6 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
     "env, options, message",
     [
         ("def run(base_url): ...\ndef interact(messages): ...", {}, "`run` plays the whole"),
-        ("def run(base_url): ...\nclass make_env: ...", {}, "`run` plays the whole"),
         ("def run(base_url): ...", {"is_partial": True}, "rollout.partial=true moves"),
         ("def run(base_url, level): ...", {}, "run needs column 'level'"),
         ("def run(command): ...", {}, "expected a function reward_fn"),
@@ -543,54 +437,21 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
         ("def play(row, generate): ...", {}, "must be async"),
         ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
         ("async def play(generate): ...\ndef interact(messages): ...", {}, "`play` plays the"),
-        ("async def play(generate): ...", {"is_partial": True}, "rollout.partial=true moves"),
-        ("async def play(generate, level): ...", {}, "play needs column 'level'"),
-        ("def play(game): ...", {}, "expected a function reward_fn"),
     ],
 )
 def test_agents_and_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
     """When the env file is loaded or tried."""
-    (tmp_path / "env.py").write_text(env)
     with pytest.raises(ValueError, match=message):
-        env = load_env(str(tmp_path / "env.py"))
+        env = load_text(tmp_path, env)
         preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
 
 
 def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
-    (tmp_path / "env.py").write_text("def run(row, model, base_url, level): return len(model)")
+    env = load_text(tmp_path, "def run(row, model, base_url, level): return len(model)")
     row = {**make_row(0), "model": "abcdef", "row": 5, "level": 1}
-    env = load_env(str(tmp_path / "env.py"))
     preflight(env, {"data.path": pack_rows([row])}, max_turns=4)
     address = {"model": "rl2", "base_url": "http", "api_key": "k"}
     assert asyncio.run(env.run_agent(row, "key", address)) == {"run": 3.0}
-
-
-@pytest.mark.parametrize("key", [None, "the user's own"])
-def test_the_client_of_openai_without_a_key(tmp_path, key):
-    """As people write it; test_agent_clients.py has tools and the other clients."""
-    pytest.importorskip("openai", reason="comes with rl2[test]")
-    env = """
-        import openai
-        async def run(row, base_url, model):
-            async with openai.AsyncOpenAI(base_url=base_url) as client:
-                assert [m.id async for m in client.models.list()] == [model]
-                asked = {"model": model, "messages": row["messages"], "max_tokens": 5}
-                answer = await client.chat.completions.create(**asked)
-                assert answer.usage.total_tokens > answer.usage.completion_tokens > 0
-                try:
-                    await client.chat.completions.create(**asked, n=2)
-                except openai.BadRequestError as error:
-                    assert "only 1 is supported" in error.message
-                return float(answer.choices[0].message.content)
-    """
-    with mock.patch.dict("os.environ"):
-        os.environ.pop("OPENAI_API_KEY", None)
-        if key:
-            os.environ["OPENAI_API_KEY"] = key
-        (trajectory,), player = play(tmp_path, ["6"], env)
-    assert trajectory.rewards == {"run": 6.0}, player.failures.last
-    (sample,) = trajectory.samples
-    assert trained_text(player, sample) == "6<|im_end|>"
 
 
 def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
@@ -600,10 +461,9 @@ def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
         def run(base_url): ...
         def reward_fn(messages): return float("OPENAI_API_KEY" in os.environ)
     """
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
     with mock.patch.dict("os.environ"):
         os.environ.pop("OPENAI_API_KEY", None)
-        env = load_env(str(tmp_path / "env.py"), 20, isolation="process")
+        env = load_text(tmp_path, env, isolation="process")
         assert asyncio.run(env.score([], make_row(0))) == {"reward": 1.0}
     env.close()
 

@@ -1,49 +1,15 @@
 """Environments with state: what functions may ask for, objects with tools, rewards of turns."""
 
 import asyncio
-import json
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
-from unittest import mock
 
 import pytest
-from common import pack_rows
-from scripted import PARAMS, make, make_row, process_group  # noqa: F401
+from common import ROOT, pack_rows
+from env_helpers import call_text, load_text, play, trained_text
+from scripted import make_row, process_group  # noqa: F401
 
 from rl2.env.load import load_env, play_reply, preflight
-
-ROOT = Path(__file__).resolve().parents[1]
-CHATML_WITH_TOOLS = (
-    "{% for tool in tools or [] %}{{ '<tool>' + tool.function.name + '</tool>' }}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def play(tmp_path, env, script, max_turns=4, num_samples=1, isolation="thread", **options):
-    """The trajectories of one prompt, with the template above. `script` gives the replies."""
-    replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
-    collector, prompts, tokenizer = make(tmp_path, replies, env, max_turns, **options)
-    tokenizer.chat_template = CHATML_WITH_TOOLS
-    player = collector.player
-    player.envs = {"": load_env(str(tmp_path / "env.py"), 20, isolation=isolation)}
-    player.failures.max_fraction = 1.0
-    prompts = [mock.Mock(row=prompt.row, tokens=[1], index=0, source="") for prompt in prompts]
-    for prompt in prompts:
-        prompt.tokens = player.template.encode_prompt(prompt.row["messages"])
-    trajectories = collector.play(prompts, PARAMS, num_samples, "train", 1)
-    if player.failures.last:
-        print(player.failures.last)
-    player.envs[""].close()
-    return trajectories, player
-
-
-def trained_text(player, sample):
-    """The text of the trained tokens."""
-    pairs = zip(sample.tokens, sample.mask, strict=True)
-    return player.template.decode([token for token, trains in pairs if trains])
 
 
 def rewards_by_text(player, sample):
@@ -55,6 +21,8 @@ def rewards_by_text(player, sample):
     }
 
 
+# How the functions of an env are called: rollout.env_isolation, and what they begin with.
+CALLS = [("thread", ""), ("thread", "async "), ("process", "async ")]
 INPUTS_ENV = """
     async def interact(messages, state, turn, finish_reason, num_tokens, max_new_tokens):
         state.setdefault("turns", []).append([turn, finish_reason, num_tokens, max_new_tokens])
@@ -65,12 +33,11 @@ INPUTS_ENV = """
 """
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("isolation, prefix", CALLS)
 def test_functions_ask_for_the_state_and_the_last_turn(tmp_path, isolation, prefix):
     env = INPUTS_ENV.replace("async ", prefix)
     script = ["a", "bc", "def"]
-    trajectories, player = play(tmp_path, env, script, 3, num_samples=2, isolation=isolation)
+    trajectories, player = play(tmp_path, script, env, 2, max_turns=3, isolation=isolation)
     for trajectory in trajectories:  # the end of turn is a token
         assert trajectory.rewards == {"tokens": 4.0, "turn": 3.0, "seen": 5.0}
     assert not player.envs[""]._sessions._by_key and not player.envs[""].open_keys
@@ -78,9 +45,8 @@ def test_functions_ask_for_the_state_and_the_last_turn(tmp_path, isolation, pref
 
 def test_a_column_comes_before_an_input_of_the_same_name(tmp_path):
     env = "def reward_fn(messages, turn, state, **columns): return len(turn + state + str(columns))"
-    (tmp_path / "env.py").write_text(env)
     row = {**make_row(0), "turn": "left", "state": "Ohio"}
-    env = load_env(str(tmp_path / "env.py"))
+    env = load_text(tmp_path, env)
     given = {"turn": 3, "num_tokens": 5}  # num_tokens is none of the columns
     parts = asyncio.run(env.score(row["messages"], row, "key", given))
     assert parts == {"reward": len("leftOhio" + str({"answer": "0"}))}
@@ -111,7 +77,7 @@ METHOD_PARTS = {"turns": 0.25, "right": 1.5, "environment": 3.0}
     ],
 )
 def test_reward_parts_of_one_name_are_summed(tmp_path, env, rewards, on_last_token, after_one_turn):
-    (trajectory,), player = play(tmp_path, env, ["a1", "a2"], 5)
+    (trajectory,), player = play(tmp_path, ["a1", "a2"], env, max_turns=5)
     assert trajectory.rewards == rewards and trajectory.reward == sum(rewards.values())
     *_, last = rewards_by_text(player, trajectory.samples[0]).values()
     assert last == on_last_token
@@ -142,7 +108,7 @@ GAME = """
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
     script = ["5", "9", "7", "never"]
-    (trajectory,), player = play(tmp_path, GAME, script, isolation=isolation)
+    (trajectory,), player = play(tmp_path, script, GAME, isolation=isolation)
     assert trajectory.finish_reason == "stop" and trajectory.num_turns == 3
     assert trajectory.rewards == {"turns": pytest.approx(0.8), "guesses": 3.0}
     assert [m["content"] for m in trajectory.messages] == [
@@ -169,33 +135,32 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
         assert sys.modules[player.envs[""].spec.make_env.__module__].closed == [7]
 
 
-@pytest.mark.parametrize("fault", ["reset", "step", "reward", "close"])
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_object_that_fails_costs_its_trajectory_and_is_closed(tmp_path, fault, isolation):
+def test_an_object_that_fails_costs_its_trajectory_and_is_closed(tmp_path, isolation):
     """A failure of `close` alone costs nothing: the trajectory has its reward."""
     log = tmp_path / "log"
     env = f"""
         class make_env:
             def reset(self, answer):
                 self.answer = answer
-                self.check("reset")
+                self.check(1)
             def step(self, message):
-                self.check("step")
+                self.check(2)
             def reward(self):
-                self.check("reward")
+                self.check(3)
                 return 1.0
             def close(self):
                 open({str(log)!r}, "a").write(self.answer)
-                self.check("close")
-            def check(self, name):
-                if name == {fault!r} and self.answer == "1":
+                self.check(4)
+            def check(self, number):
+                if self.answer == str(number):
                     raise KeyError("broken")
     """
-    trajectories, player = play(tmp_path, env, ["x"] * 4, num_prompts=3, isolation=isolation)
+    trajectories, player = play(tmp_path, ["x"] * 4, env, num_prompts=6, isolation=isolation)
     reasons = [t.finish_reason for t in trajectories]
-    assert reasons == ["stop", "stop" if fault == "close" else "failed", "stop"]
-    assert sorted(log.read_text()) == ["0", "1", "2"]
-    assert player.failures.count == 1 and "broken" in str(player.failures.last)
+    assert reasons == ["stop", "failed", "failed", "failed", "stop", "stop"]
+    assert sorted(log.read_text()) == [*"012345"]
+    assert player.failures.count == 4 and "broken" in str(player.failures.last)
 
 
 def test_objects_are_closed_when_the_engine_fails_and_the_program_ends(tmp_path):
@@ -249,13 +214,7 @@ TRL_ENV = '''
 '''
 
 
-def call_text(name, /, **arguments):
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{call}\n</tool_call>"
-
-
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("isolation, prefix", CALLS)
 def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation, prefix):
     env = TRL_ENV.replace("def increment", f"{prefix}def increment")
     script = [
@@ -263,7 +222,7 @@ def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation
         call_text("increment", step=1),
         "It is 6.",
     ]
-    trajectories, player = play(tmp_path, env, script, num_samples=2, isolation=isolation)
+    trajectories, player = play(tmp_path, script, env, num_samples=2, isolation=isolation)
     for trajectory in trajectories:
         assert trajectory.rewards == {"reward": 6.0} and trajectory.finish_reason == "stop"
         results = [m for m in trajectory.messages if m["role"] == "tool"]
@@ -318,7 +277,7 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
         ("<tool_call>{oops", "error: the call cannot be read: "),
     ]
     text = "".join(call for call, _ in bad)
-    (trajectory,), _ = play(tmp_path, TOOLS, [text, "done"], max_length=5000)
+    (trajectory,), _ = play(tmp_path, [text, "done"], TOOLS, max_length=5000)
     results = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     for result, (_, expected) in zip(results, bad, strict=True):
         assert result.startswith(expected)
@@ -328,7 +287,7 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
 
 
 def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
-    (trajectory,), player = play(tmp_path, TOOLS, [call_text("fail"), "done"])
+    (trajectory,), player = play(tmp_path, [call_text("fail"), "done"], TOOLS)
     assert trajectory.finish_reason == "failed" and "SystemExit" in str(player.failures.last)
 
 
@@ -350,7 +309,7 @@ def test_a_group_is_judged_at_once_when_all_of_it_are_done(tmp_path, isolation):
     def script(turn, seed):
         return ["a", "bb", "ccc", "dd"][seed[-1 - 1]], "stop"
 
-    trajectories, _ = play(tmp_path, GROUP_ENV, script, 1, num_samples=4, isolation=isolation)
+    trajectories, _ = play(tmp_path, script, GROUP_ENV, 4, max_turns=1, isolation=isolation)
     assert [t.finish_reason for t in trajectories] == ["stop", "failed", "stop", "stop"]
     parts = [t.rewards for t in trajectories if t.finish_reason == "stop"]
     assert [p["group"] for p in parts] == [0.0, 1.0, 0.0]
@@ -360,7 +319,7 @@ def test_a_group_is_judged_at_once_when_all_of_it_are_done(tmp_path, isolation):
 @pytest.mark.parametrize("result", ["[1.0]", "1.0", "[1.0, None]", "1 / 0"])
 def test_a_judge_of_groups_that_fails_costs_the_group(tmp_path, result):
     env = f"def reward_fn(messages): return 0\ndef group_reward_fn(trajectories): return {result}"
-    trajectories, player = play(tmp_path, env, ["x"], 1, num_samples=2)
+    trajectories, player = play(tmp_path, ["x"], env, max_turns=1, num_samples=2)
     assert [t.finish_reason for t in trajectories] == ["failed"] * 2
     assert "group_reward_fn" in str(player.failures.last)
 
@@ -377,15 +336,12 @@ def test_a_judge_of_groups_that_fails_costs_the_group(tmp_path, result):
     ],
 )
 def test_objects_that_cannot_work_are_refused(tmp_path, env, message):
-    (tmp_path / "env.py").write_text(env)
     with pytest.raises(ValueError, match=message):
-        load_env(str(tmp_path / "env.py"))
+        load_text(tmp_path, env)
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_preflight_plays_objects_and_names_what_they_lack(tmp_path, isolation):
-    (tmp_path / "env.py").write_text(textwrap.dedent(GAME))
-    env = load_env(str(tmp_path / "env.py"), 20, isolation=isolation)
+def test_preflight_plays_objects_and_names_what_they_lack(tmp_path):
+    env = load_text(tmp_path, GAME)
     with pytest.raises(ValueError, match=r"(?s)environment.step raised.*invalid literal"):
         preflight(env, {"data.path": pack_rows([make_row(0)])}, 3)  # "" is no number
     row = {"messages": make_row(0)["messages"]}
@@ -400,7 +356,7 @@ def test_preflight_plays_objects_and_names_what_they_lack(tmp_path, isolation):
 
 
 def test_a_prompt_that_does_not_fit_with_its_tools_is_a_failure(tmp_path):
-    (trajectory,), player = play(tmp_path, TOOLS, ["x"], max_length=40)
+    (trajectory,), player = play(tmp_path, ["x"], TOOLS, max_length=40)
     assert trajectory.finish_reason == "failed"
     assert "the prompt with the tools and the text of reset has" in str(player.failures.last)
 
@@ -410,5 +366,5 @@ def test_a_trl_environment_that_owns_its_reward(tmp_path):
         "    make_env = ",
         "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_fn\n    make_env = ",
     )
-    (trajectory,), _ = play(tmp_path, env, [call_text("increment", step=2), "ok"])
+    (trajectory,), _ = play(tmp_path, [call_text("increment", step=2), "ok"], env)
     assert trajectory.rewards == {"environment": 0.5}
