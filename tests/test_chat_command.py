@@ -1,15 +1,15 @@
 """`rl2 chat`: it talks to the model of a run, or of a folder."""
 
+import io
 import json
-import subprocess
 import sys
 
 import pytest
-from common import launch, make_environment, make_model
+from common import launch, make_model, run_main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.data.chat import ChatTemplate
-from rl2.tools.chat import LONGEST_ANSWER
+from rl2.tools import chat
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +28,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-def chat(*arguments, lines=()):
-    return subprocess.run(
-        [sys.executable, "-m", "rl2", "chat", *map(str, arguments)],
-        input="".join(f"{line}\n" for line in lines),
-        env=make_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Talks to the model of a folder. Returns the status and what is printed, also on stderr."""
+
+    def talk(folder, *lines):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return run_main(chat.main, folder), *capsys.readouterr()
+
+    return talk
 
 
-@pytest.mark.parametrize("name", ["run", "run/model"])
-def test_the_model_answers_and_remembers(folder, name):
-    done = chat(folder / name, lines=["say", "", "say"])
-    assert done.returncode == 0, done.stderr
+def test_the_model_answers_and_remembers(folder, talk):
     path = folder / "run/model"
     tokenizer = AutoTokenizer.from_pretrained(path)
     template = ChatTemplate(tokenizer, system_prompt="Obey.")
@@ -52,24 +49,26 @@ def test_the_model_answers_and_remembers(folder, name):
         messages.append({"role": "user", "content": "say"})
         ids = tokenizer(template.render(messages), add_special_tokens=False, return_tensors="pt")
         length = ids["input_ids"].shape[1]
-        room = min(LONGEST_ANSWER, model.config.max_position_embeddings - length)
+        room = min(chat.LONGEST_ANSWER, model.config.max_position_embeddings - length)
         new = model.generate(**ids, max_new_tokens=room, do_sample=False)[0, length:]
         replies.append(tokenizer.decode(new, skip_special_tokens=True))
         messages.append({"role": "assistant", "content": replies[-1]})
     assert replies[0] == "abc"
-    assert done.stdout.strip() == "\n".join(replies)
+    for name in ("run", "run/model"):
+        status, printed, errors = talk(folder / name, "say", "", "say")
+        assert status == 0 and printed.strip() == "\n".join(replies), errors
 
 
-def test_where_there_is_no_model_it_says_so(folder):
-    done = chat(folder)
-    assert done.returncode == 2 and "holds no model" in done.stderr
+def test_where_there_is_no_model_it_says_so(folder, talk):
+    status, _, errors = talk(folder)
+    assert status == 2 and "holds no model" in errors
 
 
-def test_a_reward_model_is_refused(folder):
+def test_a_reward_model_is_refused(folder, talk):
     model = folder / "scores"
     model.mkdir()
     config = json.loads((folder / "run/model/config.json").read_text())
     config["architectures"] = ["Qwen3ForSequenceClassification"]
     (model / "config.json").write_text(json.dumps(config))
-    done = chat(model)
-    assert done.returncode == 2 and "reward model" in done.stderr
+    status, _, errors = talk(model)
+    assert status == 2 and "reward model" in errors

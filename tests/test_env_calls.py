@@ -33,10 +33,10 @@ BLOCKING_ENV = """
 
 
 def call_kinds(env, *kinds):
-    """Calls whose limit of a second ends at the same moment for all: while the caller sleeps."""
+    """Calls whose limit of 0.6 s ends at the same moment for all: while the caller sleeps."""
 
     async def main():
-        asyncio.get_running_loop().call_later(0.5, time.sleep, 1.0)
+        asyncio.get_running_loop().call_later(0.3, time.sleep, 0.6)
         tasks = [env.score(MESSAGES, {"kind": kind}) for kind in kinds]
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -46,7 +46,7 @@ def call_kinds(env, *kinds):
 @pytest.mark.parametrize("kind", ["python", "C"])
 def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind):
     """Endless Python code is ended with its call. C code blocks all calls until it returns."""
-    env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
     before = set(threading.enumerate())
     release = sys.modules[env.spec.reward_fn.__module__].release
     results = call_kinds(env, "waits", kind, "")
@@ -65,7 +65,7 @@ def test_a_call_that_blocks_the_loop_costs_those_that_wait_for_it(tmp_path, kind
 
 def test_the_call_that_blocked_the_loop_is_named_also_after_its_end(tmp_path, monkeypatch):
     """By the calls that it has kept waiting, however soon it is ended."""
-    env = load(tmp_path, BLOCKING_ENV, timeout=1.0)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
     assert call(env, kind="") == {"reward": 1.0}
     loop = env._threads._loop
     end = loop.thread.end
@@ -116,14 +116,14 @@ def test_messages_with_scalars_of_numpy_and_pytorch_are_json(value):
     assert json.loads(json.dumps(message))["value"] == 0.5
 
 
-@pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False), (100_000, False)])
+@pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False)])
 def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepted):
     answer = [{"role": "tool", "content": "x", "value": nest(depth)}]
     env = env_of(lambda messages: 0, lambda messages: answer)
     if is_accepted:
         assert asyncio.run(env.answer(MESSAGES, {})).messages == answer
     else:
-        with pytest.raises(EnvError, match="interact: (lists and objects are nested|maximum rec)"):
+        with pytest.raises(EnvError, match="interact: lists and objects are nested"):
             asyncio.run(env.answer(MESSAGES, {}))
 
 
@@ -133,30 +133,18 @@ def test_a_flood_of_text_is_refused():
         asyncio.run(env.answer(MESSAGES, {}))
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_async):
+def test_concurrency_limits_calls_and_the_queue_is_not_counted():
     num_running, most = 0, 0
 
-    def begin():
+    def slow(messages):
         nonlocal num_running, most
         num_running += 1
         most = max(most, num_running)
-
-    def slow(messages):
-        nonlocal num_running
-        begin()
-        time.sleep(0.3)
+        time.sleep(0.4)
         num_running -= 1
         return 1
 
-    async def slow_async(messages):
-        nonlocal num_running
-        begin()
-        await asyncio.sleep(0.3)
-        num_running -= 1
-        return 1
-
-    env = env_of(slow_async if is_async else slow, timeout=2.0, concurrency=3)
-    assert call_together(env, [(None, {})] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 2.4 s
+    env = env_of(slow, timeout=1.5, concurrency=3)
+    assert call_together(env, [(None, {})] * 12) == [{"reward": 1.0}] * 12  # 4 rounds: 1.6 s
     assert most == 3
     env.close()

@@ -1,7 +1,6 @@
 """The ready-made env files with their rows: the command in each docstring, a right and a wrong
 trajectory, and what attacks or needs a server."""
 
-import ast
 import asyncio
 import contextlib
 import glob
@@ -19,6 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,22 +33,17 @@ from common import (
     run,
     serve_json,
 )
-from scripted import ScriptedEngine, player_class, process_group, write_nothing  # noqa: F401
-from test_env_objects import trained_text
+from env_helpers import call_text, make_play, trained_text, wait_until
+from scripted import PARAMS, ScriptedEngine, process_group  # noqa: F401
 
-from rl2.agents.endpoint import Endpoint
 from rl2.agents.session import AgentSession
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
-from rl2.engine.base import SamplingParams
-from rl2.env.call_syntaxes import ToolCall
-from rl2.env.contract import EnvError, EnvFailures, select_arguments
+from rl2.env.contract import EnvError
 from rl2.env.load import load_env, preflight
 from rl2.rewards.sandbox import Limits
-from rl2.rollout.collect import Collector
 from rl2.user_files import import_env_file
 
 CASES = read_cases("ready_envs")
@@ -78,29 +73,17 @@ def load_ready(name, monkeypatch):
 
 def play(env, row, replies, max_turns):
     """The trajectory of a row in which the model gives these replies."""
-    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), max_turns)
+    trajectory, player = play_script(env, row, replies, max_turns)
     assert trajectory.finish_reason == "stop", player.failures.last
     return trajectory
 
 
-def play_script(env, row, script, max_turns, engine_class=ScriptedEngine):
+def play_script(env, row, script, max_turns, **options):
     """(the trajectory of a row, which may fail, its player) with a script of the engine."""
-    tokenizer = make_tokenizer()
-    player = player_class(env)(
-        engine=engine_class(tokenizer, script),
-        envs={"": env},
-        template=ChatTemplate(tokenizer),
-        failures=EnvFailures(1.0),
-        max_turns=max_turns,
-        max_length=50_000,
-    )
-    params = SamplingParams(max_new_tokens=5000, stop_token_ids=(2,))
-    collector = Collector(
-        player, params=params, write_records=write_nothing, seed=0, deterministic=True
-    )
-    tokens = player.template.encode_prompt(row["messages"])
-    prompt = mock.Mock(row=row, tokens=tokens, index=0, source="")
-    (trajectory,) = collector.play([prompt], params, 1, "train", 1)
+    params = replace(PARAMS, max_new_tokens=5000)
+    options |= {"max_turns": max_turns, "max_length": 50_000, "params": params}
+    collector, prompts, player = make_play(env, script, [row], **options)
+    (trajectory,) = collector.play(prompts, params, 1, "train", 1)
     return trajectory, player
 
 
@@ -122,14 +105,8 @@ def program_for(row):
     return "def second_largest(numbers):\n    return sorted(numbers)[-2]"
 
 
-def calculator_call(expression):
-    call = {"name": "calculate", "arguments": {"expression": expression}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
-
-
 def shell_call(command):
-    call = {"name": "shell", "arguments": {"command": command}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
+    return call_text("shell", command=command)
 
 
 def mend(row):
@@ -153,23 +130,6 @@ def agent_commands(*commands):
 def mend_return(expression):
     """A command that makes it the result of a function of one line."""
     return f"sed -i 's|return .*|return {expression}|' solution.py"
-
-
-class DoOperations(ast.NodeTransformer):
-    """Replaces the operations of numbers by their values."""
-
-    def visit_BinOp(self, node):
-        if any(isinstance(child, ast.BinOp) for child in (node.left, node.right)):
-            return self.generic_visit(node)
-        return ast.parse(str(eval(ast.unparse(node))), mode="eval").body
-
-
-def steps_of(expression):
-    """The expression with at least one operation more done, until it is a number."""
-    while not re.fullmatch(r"-?\d+", expression):
-        tree = DoOperations().visit(ast.parse(expression, mode="eval"))
-        expression = ast.unparse(tree)
-        yield expression
 
 
 def number_of(row):
@@ -196,17 +156,12 @@ DONE = {  # commands that do Harbor's tasks
 }
 # Name -> the replies of a right and of a wrong trajectory, from the row.
 SCRIPTS = {
-    "arithmetic": (lambda row: [row["answer"]], lambda row: ["0"]),
-    "boxed": (
-        lambda row: [rf"So \boxed{{{row['answer']}}}."],
-        lambda row: [rf"\boxed{{{row['answer']} + 1}}"],
-    ),
     "calculator": (
         lambda row: [
-            calculator_call(row["expression"]),
+            call_text("calculate", expression=row["expression"]),
             f"<answer>{row['answer']}</answer>",
         ],
-        lambda row: [calculator_call("1+1"), "<answer>2</answer>"],
+        lambda row: [call_text("calculate", expression="1+1"), "<answer>2</answer>"],
     ),
     "coding": (
         lambda row: [f"```python\n{program_for(row)}\n```"],
@@ -220,13 +175,12 @@ SCRIPTS = {
         lambda row: [rf"\boxed{{{number_of(row) % 10 + 1}}}", rf"\boxed{{{number_of(row)}}}"],
         lambda row: [rf"\boxed{{{number_of(row) % 10 + 1}}}", "I do not know."],
     ),
-    "gsm8k": (lambda row: [f"so\n#### {row['answer']}"], lambda row: ["#### 5"]),
     "harbor_tasks": (
         lambda row: [shell_call("ls"), shell_call(DONE[row["task"].rpartition("/")[2]]), "Done."],
         lambda row: [shell_call("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"), ""],
     ),
     "judge": (lambda row: ["A good reply."], lambda row: ["A bad reply."]),
-    "maths_steps": (lambda row: list(steps_of(row["expression"])), lambda row: ["1"] * 5),
+    "maths_steps": (lambda row: [str(eval(row["expression"]))], lambda row: ["1"] * 5),
     "mini_swe_agent": (
         lambda row: agent_commands("cat solution.py", mend_return(row["right"]), END),
         lambda row: agent_commands("rm test_solution.py; touch test_solution.py", END),
@@ -234,10 +188,6 @@ SCRIPTS = {
     "openenv_server": (
         lambda row: ["I do not know.", word_of(row)[::-1]],
         lambda row: [word_of(row)] * 3,
-    ),
-    "reasoning": (
-        lambda row: [f"So <answer>{row['answer']}</answer>"],
-        lambda row: ["<answer>1</answer>"],
     ),
     "repair": (
         lambda row: [shell_call("cat solution.py"), shell_call(mend(row)), "Done."],
@@ -250,12 +200,10 @@ SCRIPTS = {
         ],
         lambda row: ["<search>Port Amery</search>", "<answer>Port Amery</answer>"],
     ),
-    "think_answer": (
-        lambda row: [f"<think>so</think> <answer>{row['answer'].upper()}</answer>"],
-        lambda row: [f"<think>{row['answer']}</think> <answer>1</answer>"],
-    ),
     "verifiers_tasks": (lambda row: ["5", str(row["index"] + 1)], lambda row: ["x"] * 4),
 }
+# The trial at the start plays the answers in their rows, and warns of one that earns too little.
+GOLD = ("arithmetic", "boxed", "gsm8k", "reasoning", "think_answer")
 PACKAGES = {
     "boxed": "math_verify",
     "gem_games": "gem",
@@ -272,7 +220,7 @@ SERVERS = {  # their fixtures
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *GOLD])
 def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, request):
     """The command in the docstring is read by the trainer's own parser; the model is a script."""
     if name in PACKAGES:
@@ -280,12 +228,13 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
     if name in SERVERS:
         request.getfixturevalue(SERVERS[name])
     env, rows, max_turns = load_ready(name, monkeypatch)
-    warnings = preflight(env, {"data.path": rows}, max_turns)
+    tried = rows if name in GOLD else pack_rows([rows[0]])
+    warnings = preflight(env, {"data.path": tried}, max_turns)
     assert len(warnings) == (name == "countdown")  # whose answer is the target, not the reply
-    right, wrong = SCRIPTS[name]
     state = random.getstate()
-    for row in (rows[index] for index in range(len(rows))):
-        good, bad = (play(env, row, script(row), max_turns).reward for script in (right, wrong))
+    for row in (rows[index] for index in range(3) if name in SCRIPTS):
+        scripts = (script(row) for script in SCRIPTS[name])
+        good, bad = (play(env, row, replies, max_turns).reward for replies in scripts)
         assert good >= 1.0 and good - bad >= 0.5, (row, good, bad)
     if name == "gem_games":  # GEM seeds Python's random numbers
         assert random.getstate() == state, "the games run in processes of their own"
@@ -294,7 +243,7 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
 
 def test_every_ready_env_has_rows_and_a_command():
     names = {path.stem for path in (ROOT / "envs").glob("*.py")}
-    assert names - {"reward_model"} == SCRIPTS.keys()  # needs a model of its own
+    assert names - {"reward_model"} == {*SCRIPTS, *GOLD}  # needs a model of its own
 
 
 def conversation(*replies):
@@ -318,8 +267,11 @@ def all_cases(name):
 
 @pytest.mark.parametrize("name, replies, answer, earned", all_cases("ready_env_rewards"))
 def test_what_a_ready_env_rewards(name, replies, answer, earned):
+    """An answer in the prompt is none of the reply."""
     replies = [replies] if isinstance(replies, str) else replies
-    messages = [{"role": "user", "content": "?"}, *conversation(*replies)]
+    right = answer[0] if isinstance(answer, list) else answer
+    prompt = f"<answer>{right}</answer> \\boxed{{{right}}}\n#### {right}"
+    messages = [{"role": "user", "content": prompt}, *conversation(*replies)]
     if name == "calculator":  # the result of a call in the last turn is not the model's answer
         messages.append({"role": "tool", "content": f"<answer>{answer}</answer>"})
     columns = read_cases("ready_env_rewards")[name].get("row", {})
@@ -333,34 +285,10 @@ def test_the_answer_that_a_ready_env_extracts(name, reply, answer):
     assert import_env_file(name).extract(conversation(reply)) == answer
 
 
-@pytest.fixture(scope="module")
-def calculator():
-    return load_env("calculator")
-
-
 @pytest.mark.parametrize("expression, result", read_cases("calculator_calls"))
-def test_calculator_answers_a_call(calculator, expression, result):
-    [message] = call_calculator(calculator, {"expression": expression})
-    assert message["role"] == "tool" and message["content"].startswith(result)
-    if not result.startswith("error"):
-        assert message["content"] == result
-
-
-def call_calculator(calculator, arguments):
-    """The messages with the result of a call."""
-
-    async def call():
-        await calculator.begin(QUESTION, "key")
-        turn = await calculator.call_tools([ToolCall("calculate", arguments)], 1, "key")
-        await calculator.end("key")
-        return turn.messages
-
-    return asyncio.run(call())
-
-
-def test_calculator_answers_a_call_of_another_type(calculator):
-    assert call_calculator(calculator, {"expression": 7})[0]["content"] == "7"
-    assert "missing a required argument" in call_calculator(calculator, {"x": 7})[0]["content"]
+def test_calculator_answers_a_call(expression, result):
+    text = import_env_file("calculator").make_env().calculate(expression)
+    assert text.startswith(result) and (result.startswith("error") or text == result)
 
 
 def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
@@ -383,10 +311,7 @@ def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
         asyncio.run(env.score(messages, QUESTION))  # the server has ended
 
 
-@pytest.fixture
-def search(monkeypatch):
-    """(the env, the requests it sends)"""
-
+def test_search_looks_up_the_first_query_of_the_last_turn(monkeypatch):
     def answer(path, request):
         [query] = request["queries"]
         contents = ['"France"\nIts capital is Paris. ', "x" * 9999] if query != "nothing" else []
@@ -395,12 +320,10 @@ def search(monkeypatch):
 
     with serve_json(answer) as (address, requests):
         monkeypatch.setenv("RL2_SEARCH_URL", f"{address}/retrieve")
-        yield load_env("search", 10), requests
+        check_searches(load_env("search", 10), requests)
 
 
-def test_search_looks_up_the_first_query_of_the_last_turn(search):
-    env, requests = search
-
+def check_searches(env, requests):
     def answered(reply):
         messages = [*QUESTION["messages"], *conversation("<search>old</search>", reply)]
         return asyncio.run(env.answer(messages, QUESTION)).messages
@@ -427,53 +350,17 @@ def test_search_looks_up_the_first_query_of_the_last_turn(search):
         answered("<search>fail</search>")
 
 
-DIGITS = "1" * 40_000
-
-
-@pytest.mark.parametrize(
-    "name, function, content",
-    [
-        ("search", "interact", "<search>" * 20_000),
-        ("search", "interact", "<search></search>" + "<answer>" * 20_000),
-        ("countdown", "reward_fn", "<answer>1" + "+0" * 100_000 + "</answer>"),
-        ("calculator", "reward_fn", "<answer>" + DIGITS + "</answer>"),
-        ("arithmetic", "reward_fn", DIGITS),
-        ("arithmetic", "reward_fn", "1,111" * 10_000),
-        ("boxed", "reward_fn", "\\boxed{" + DIGITS + "}"),
-        ("boxed", "reward_fn", "\\boxed{" + DIGITS + "x}"),
-        ("boxed", "reward_fn", "\\boxed{(" + "1," * 40_000 + ")}"),
-        ("boxed", "reward_fn", "\\boxed{" + "\\text{" * 10_000 + "}" * 10_001),
-        ("boxed", "reward_fn", "\\boxed{" + "(" * 20_000 + ")" * 20_000 + "}"),
-    ],
-)
-def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, function, content):
-    """Policies that collapse write such replies. They are wrong; they are no failures."""
-    if name == "boxed":
-        pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
-    env = load_env(name)
-    call = env.spec.functions()[function]
-    messages = [*QUESTION["messages"], {"role": "assistant", "content": content}]
-    row = {"answer": 7, "numbers": [1, 2]}
+@pytest.mark.parametrize("reply", ["1" * 40_000, "1,111" * 10_000])
+def test_arithmetic_reads_a_reply_of_one_repeated_token_in_linear_time(reply):
+    """Policies that collapse write such replies; test_rewards.py has what other envs read with."""
     start = time.process_time()
-    result = call(**select_arguments(call, messages, row, {}))
-    if function == "reward_fn":
-        assert result in (0.0, {"right": 0.0, "format": 0.0})
+    assert reward(load_env("arithmetic"), reply, QUESTION) == {"reward": 0.0}
     assert time.process_time() - start < 10
 
 
 def test_countdown_is_exact():
     row = {"messages": [], "answer": 24, "numbers": [3, 3, 8, 8]}
     assert reward(load_env("countdown"), "<answer>8 / (3 - 8 / 3)</answer>", row)["right"] == 1
-
-
-def test_an_answer_in_the_prompt_is_none_of_the_reply(monkeypatch):
-    for name in ("countdown", "search"):
-        env, rows, _ = load_ready(name, monkeypatch)
-        answer = solve_countdown(rows[0]) if name == "countdown" else rows[0]["answer"][0]
-        prompt = {"role": "user", "content": f"<answer>{answer}</answer>"}
-        row = {**rows[0], "messages": [prompt]}
-        assert not any(reward(env, "I do not know.", row).values())
-        assert reward(env, prompt["content"], row) != reward(env, "", row)
 
 
 @pytest.fixture(scope="module")
@@ -539,16 +426,8 @@ def test_the_search_server_answers_several_queries_and_refuses_what_is_no_reques
     assert len(post(search_address, huge)["result"][0]) == 2
 
 
-def import_env(name):
-    """The module of a ready env."""
-    spec = importlib.util.spec_from_file_location(f"ready_{name}", ROOT / "envs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_bm25_is_the_formula(tmp_path):
-    search = import_env("search")
+    search = import_env_file("search")
     texts = ["a b c", "a a d e f", "b"]
     index = search.Index(texts)
     # log(1 + (N - n + 0.5) / (n + 0.5)) * f * 2.2 / (f + 1.2 * (0.25 + 0.75 * length / 3))
@@ -593,7 +472,7 @@ def test_the_calculators_rows_and_conversations_are_those_of_its_rollouts(tmp_pa
 def test_reasoning_has_any_task_by_its_name(task, settings):
     """The task's own answer is right, and other texts are not."""
     pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
-    made = import_env("reasoning").make_rows(task, settings, 5, 3)
+    made = import_env_file("reasoning").make_rows(task, settings, 5, 3)
     rows = [json.loads(json.dumps(row)) for row in made]
     env = load_env("reasoning", 60)
     last = rows[-1]  # it is made again from its index alone
@@ -633,12 +512,13 @@ def test_maths_steps_count_the_step_that_the_limit_of_turns_cuts_off(monkeypatch
 
 def test_maths_steps_rows_can_be_solved_and_show_solutions(tmp_path):
     run(ROOT / "envs/maths_steps.py", 30, tmp_path / "rows.jsonl", "--seed", 3)
-    module = import_env("maths_steps")
+    module = import_env_file("maths_steps")
     for line in (tmp_path / "rows.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert row["messages"][-1] == {"role": "user", "content": row["expression"]}
         assert 2 <= module.count_operations(row["expression"]) <= 4
-        assert module.follow(row["expression"], steps_of(row["expression"])).lstrip("-").isdigit()
+        number = str(eval(row["expression"]))
+        assert module.follow(row["expression"], [number]) == number
     for question, *steps in module.EXAMPLES:
         for step in steps:
             assert module.find_fault(question, step) == ""
@@ -697,7 +577,7 @@ class Clock:
 @pytest.fixture
 def judge(judge_server):
     """The module of the judge, with a clock of its own."""
-    module = import_env("judge")
+    module = import_env_file("judge")
     module.time = Clock()
     module.MIN_INTERVAL = 0.0
     return module
@@ -720,10 +600,15 @@ def test_a_judge_is_asked_once_for_equal_conversations(judge, judge_server):
 
 
 def test_a_busy_judge_is_asked_again_after_longer_pauses(judge, judge_server):
+    """One that refuses is not asked again."""
     judge_server.answers += [(429, "", {}), (500, "", {}), (503, "", {"Retry-After": 7})]
     judge_server.answers += [(200, "no JSON", {"Content-Length": 5})]
     assert judged(judge, "good") == 1.0
     assert judge.time.sleeps == [0.5, 1.0, 7.0, 4.0] and len(judge_server.requests) == 5
+    judge_server.answers += [(401, "", {})]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        judged(judge, "bad")
+    assert len(judge_server.requests) == 6
 
 
 def test_a_judge_that_stays_busy_costs_its_deadline(judge, judge_server):
@@ -734,13 +619,6 @@ def test_a_judge_that_stays_busy_costs_its_deadline(judge, judge_server):
     assert judge.time.now - 100 <= 28 < limit and len(judge_server.requests) == 6
     judge_server.answers.clear()
     assert judged(judge, "good") == 1.0, "a failure is not cached"
-
-
-def test_a_judge_that_refuses_is_not_asked_again(judge, judge_server):
-    judge_server.answers += [(401, "", {})]
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        judged(judge, "good")
-    assert len(judge_server.requests) == 1
 
 
 def test_a_judge_that_does_not_answer_is_given_up(judge, judge_server):
@@ -759,14 +637,13 @@ def test_a_judge_that_does_not_answer_is_given_up(judge, judge_server):
 
 
 @pytest.mark.parametrize("reply, score", CASES["a_verdict_is_read_strictly"])
-def test_a_verdict_is_read_strictly(reply, score, judge, judge_server):
-    judge_server.answers += [(200, reply, {})]
+def test_a_verdict_is_read_strictly(reply, score):
+    judge = import_env_file("judge")
     if score is None:
         with pytest.raises(ValueError, match="not one verdict"):
-            judged(judge, "good")
+            judge.read_verdict(reply)
     else:
-        assert judged(judge, "good") == score
-    assert len(judge_server.requests) == 1
+        assert judge.read_verdict(reply) == score
 
 
 @pytest.mark.parametrize("attack", CASES["a_reply_stays_quoted"])
@@ -841,53 +718,37 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
 
 
 def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
-    """The env of a plain taskset asks for one turn. Its tasks are read from their index alone."""
+    """The env of a plain taskset asks for one turn. Its tasks are read from their index alone.
+
+    A task that needs a container is refused.
+    """
     pytest.importorskip("verifiers.v1", reason="pip install verifiers")
     (tmp_path / "sums_of_five.py").write_text(SUMS)
+    head = "class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):\n"
+    (tmp_path / "boxed_sums.py").write_text(
+        SUMS.replace(head, f"{head}    NEEDS_CONTAINER = True\n")
+    )
     monkeypatch.syspath_prepend(tmp_path)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    row = [*import_env("verifiers_tasks").make_rows("sums_of_five", {}, 4)][3]
+    module = import_env_file("verifiers_tasks")
+    row = [*module.make_rows("sums_of_five", {}, 4)][3]
     assert [m["content"] for m in row["messages"]] == ["Be brief.", "3 + 5 ="]
     env = load_env("verifiers_tasks", 600, isolation="process")
     assert preflight(env, {"data.path": pack_rows([row])}, 1) == []
     for reply, right in (("8", 2.0), ("9", 0.0)):
         trajectory = play(env, row, [reply], 1)
         assert trajectory.rewards == {"right": right} and trajectory.num_turns == 1
-    with pytest.raises(EnvError, match="cannot score"):
-        reward_of_object(env, row, "fail")
-    with pytest.raises(EnvError, match="task 3 has changed: write the rows again"):
-        reward_of_object(env, {**row, "key": "?"}, "8")
+    boxed = [*module.make_rows("boxed_sums", {}, 1)][0]
+    for failing, reply, reason in (
+        (row, "fail", "cannot score"),
+        ({**row, "key": "?"}, "8", "task 3 has changed: write the rows again"),
+        (boxed, "5", "Sum needs a container or tools"),
+    ):
+        trajectory, player = play_script(env, failing, [reply], 1)
+        assert trajectory.is_failed and reason in str(player.failures.last)
     assert not env.open_keys
     env.close()
-
-
-def test_a_task_of_verifiers_that_needs_a_container_is_refused(tmp_path, monkeypatch):
-    pytest.importorskip("verifiers.v1", reason="pip install verifiers")
-    name = "sums_in_containers"
-    head = "class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):\n"
-    (tmp_path / f"{name}.py").write_text(SUMS.replace(head, f"{head}    NEEDS_CONTAINER = True\n"))
-    monkeypatch.syspath_prepend(tmp_path)
-    [row] = import_env("verifiers_tasks").make_rows(name, {}, 1)
-    env = load_env("verifiers_tasks", 600)
-    with pytest.raises(EnvError, match="Sum needs a container or tools"):
-        reward_of_object(env, row, "5")
-    env.close()
-
-
-def reward_of_object(env, row, reply):
-    """The reward parts of one turn with an object. Its failures are raised."""
-
-    async def call():
-        try:
-            prompt = await env.begin(row, "key")
-            messages = [*prompt, {"role": "assistant", "content": reply}]
-            await env.answer(messages, row, "key")
-            return await env.score(messages, row, "key")
-        finally:
-            await env.end("key")
-
-    return asyncio.run(call())
 
 
 @pytest.fixture
@@ -900,30 +761,21 @@ def mini_swe_agent(monkeypatch):
     env.close()
 
 
-def trained_texts(trajectory, player):
-    """The text of the trained tokens of each sequence."""
-    return [trained_text(player, sample) for sample in trajectory.samples]
-
-
 def test_mini_swe_agent_asks_again_for_a_reply_without_a_command(mini_swe_agent):
     """It leaves the reply out of its history. Both sequences are trained; all later requests
     extend the second one.
     """
     env, row = mini_swe_agent
     replies = ["Hm.", *agent_commands(mend_return(row["right"]), END)]
-    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 4)
+    trajectory, player = play_script(env, row, replies, 4)
     assert trajectory.rewards == {"reward": 1.0}, player.failures.last
-    assert trained_texts(trajectory, player) == [
-        "Hm.<|im_end|>",
-        "<|im_end|>".join([*replies[1:], ""]),
-    ]
+    first, second = (trained_text(player, sample) for sample in trajectory.samples)
+    assert first == "Hm.<|im_end|>" and second == "<|im_end|>".join([*replies[1:], ""])
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_mini_swe_agent_is_judged_at_the_limit_of_turns(mini_swe_agent, isolation):
+def test_mini_swe_agent_is_judged_at_the_limit_of_turns(mini_swe_agent):
     """A request that is refused ends the agent at once."""
-    _, row = mini_swe_agent
-    env = load_env("mini_swe_agent", 600, concurrency=1, isolation=isolation)
+    env, row = mini_swe_agent
     replies = agent_commands(mend_return(row["right"]), "python test_solution.py")
     asked = []
 
@@ -933,77 +785,42 @@ def test_mini_swe_agent_is_judged_at_the_limit_of_turns(mini_swe_agent, isolatio
 
     check_once = AgentSession.check_may_ask
     with mock.patch.object(AgentSession, "check_may_ask", check_may_ask):
-        trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 2)
+        trajectory, player = play_script(env, row, replies, 2)
     assert len(asked) == 3
     assert trajectory.rewards == {"reward": 1.0}, player.failures.last
     assert trajectory.finish_reason == "length" and trajectory.num_turns == 2
-    env.close()
 
 
-@pytest.mark.parametrize("command", ["rm solution.py", "echo 'x' > solution.py", "sleep 100"])
-def test_mini_swe_agent_earns_nothing_for_a_program_that_does_not_work(
-    mini_swe_agent, command, monkeypatch
-):
+def test_mini_swe_agent_earns_nothing_without_a_program(mini_swe_agent, monkeypatch):
+    """And reads that a command took too long."""
     env, row = mini_swe_agent
     limits = Limits(cpu_seconds=5, wall_seconds=3.0, memory_bytes=2**30)
     monkeypatch.setitem(env.spec.run.__globals__, "LIMITS", limits)
-    trajectory = play(env, row, agent_commands(command, END), 4)
+    trajectory = play(env, row, agent_commands("sleep 100", "rm solution.py", END), 4)
     assert trajectory.rewards == {"reward": 0.0}
-    if command.startswith("sleep"):
-        assert trajectory.messages[3]["content"] == "(timed out)"
-
-
-def test_the_address_of_mini_swe_agent_stands_nowhere_but_in_the_agent(mini_swe_agent):
-    """Not in the environment of this process, what its commands see, or a command line."""
-    env, row = mini_swe_agent
-    seen = []
-
-    def script(turn, _):
-        if turn == 0:
-            return agent_commands("env; cat /proc/*/environ /proc/*/cmdline; true")[0], "stop"
-        for path in glob.glob("/proc/*/cmdline"):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                seen.append(file.read().decode(errors="replace"))
-        seen.extend(os.environ.values())
-        return agent_commands(END)[0], "stop"
-
-    opened = []
-
-    def open_address(endpoint, *arguments):
-        opened.append(open_once(endpoint, *arguments))
-        return opened[-1]
-
-    open_once = Endpoint.open
-    with mock.patch.object(Endpoint, "open", open_address):
-        trajectory, player = play_script(env, row, script, 4)
-    assert trajectory.num_turns == 2, player.failures.last
-    seen += [message["content"] for message in trajectory.messages]
-    (address,) = opened
-    assert not [text for text in seen if address.secret in text or address.api_key in text]
+    assert trajectory.messages[3]["content"] == "(timed out)"
 
 
 def test_mini_swe_agent_ends_with_its_time(mini_swe_agent):
     """Its workspace and its thread end too, though its request has no answer."""
     _, row = mini_swe_agent
-    folders = set(find_sandboxes())
+    folders = find_sandboxes()
 
     class SilentEngine(ScriptedEngine):
         async def generate(self, prompt, params, seed):
             await asyncio.Event().wait()
 
     env = load_env("mini_swe_agent", 5)
-    trajectory, player = play_script(env, row, None, 4, SilentEngine)
+    trajectory, player = play_script(env, row, [], 4, engine_class=SilentEngine)
     assert trajectory.is_failed
     assert "run did not return within rollout.env_timeout=5 s" in str(player.failures.last)
-    end = time.monotonic() + 60
-    while set(find_sandboxes()) - folders or "run" in {t.name for t in threading.enumerate()}:
-        assert time.monotonic() < end, "the agent still runs"
-        time.sleep(0.1)
+    wait_until(lambda: folders >= find_sandboxes())
+    wait_until(lambda: "run" not in {thread.name for thread in threading.enumerate()})
     env.close()
 
 
 def find_sandboxes():
-    return glob.glob(f"{tempfile.gettempdir()}/rl2-sandbox-*")
+    return set(glob.glob(f"{tempfile.gettempdir()}/rl2-sandbox-*"))
 
 
 def test_the_rows_of_mini_swe_agent_can_be_solved(tmp_path):
@@ -1052,7 +869,6 @@ def make_harbor_task(folder, config="", reward="echo 0.5 > /logs/verifier/reward
 
 
 HARBOR_REWARDS = {
-    "echo 0.5 > /logs/verifier/reward.txt": {"environment": 0.5},
     'printf \'{"right": 1,\\n"brief": 0.25}\' > /logs/verifier/reward.json': {
         "right": 1.0,
         "brief": 0.25,
@@ -1061,7 +877,6 @@ HARBOR_REWARDS = {
     "echo good > /logs/verifier/reward.txt": {"environment": 0.0},
     "ln -s /etc/passwd /logs/verifier/reward.txt": {"environment": 0.0},
     "sleep 60; echo 1 > /logs/verifier/reward.txt": {"environment": 0.0},
-    "exit 1": {"environment": 0.0},
 }
 
 
@@ -1075,10 +890,9 @@ def test_harbor_reads_what_the_tests_write(reward, tmp_path, fake_docker, monkey
 
 
 def test_harbor_ends_a_command_that_is_late(tmp_path, fake_docker, monkeypatch):
-    text = (ROOT / "envs/harbor_tasks.py").read_text()
-    (tmp_path / "env.py").write_text(text.replace("COMMAND_SECONDS = 120", "COMMAND_SECONDS = 1"))
     row = make_harbor_task(tmp_path / "task")
-    env = load_env(str(tmp_path / "env.py"), 60)
+    env = load_env("harbor_tasks", 60)
+    monkeypatch.setitem(env.spec.make_env.shell.__globals__, "COMMAND_SECONDS", 1)
     replies = [shell_call("echo start; sleep 50"), shell_call("yes"), "Done."]
     trajectory = play(env, row, replies, 4)
     late, long = (m["content"] for m in trajectory.messages if m["role"] == "tool")

@@ -146,12 +146,13 @@ def test_what_cannot_be_read_is_said_once_with_the_name_of_the_model(written, wa
     assert read(reader, call) == [ToolCall("find", {"n": 1})]
 
 
+needs_response_templates = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
+)
 WRITTEN = "'<call>' ~ (c.function | tojson) ~ '</call>'"
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
-)
+@needs_response_templates
 @pytest.mark.parametrize("written", [WRITTEN, "''"])
 def test_a_response_template_reads_what_rl2_does_not(written, capsys):
     tokenizer = make_tokenizer(HEAD + ONE_CALL.replace("WRITTEN", written) + TAIL)
@@ -169,9 +170,7 @@ def test_a_response_template_reads_what_rl2_does_not(written, capsys):
     assert "Out of range" in call.error
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
-)
+@needs_response_templates
 def test_a_response_template_that_does_not_fit_is_not_used():
     tokenizer = make_tokenizer(make_template("qwen3_coder").tokenizer.chat_template)
     tokenizer.response_template = RESPONSE_TEMPLATE
