@@ -20,7 +20,7 @@ CALL = {
     "type": "function",
     "function": {"name": "double", "arguments": {"x": 3}},
 }
-# What each of the requests below says.
+# What the request below says.
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "ab"},
@@ -29,25 +29,6 @@ MESSAGES = [
     {"role": "tool", "tool_call_id": "call2", "content": "12"},
     {"role": "user", "content": "and now?"},
 ]
-CHAT_CALL = {**CALL, "index": 0, "function": {"name": "double", "arguments": '{"x": 3}'}}
-CHAT = {
-    "model": "rl2",
-    "messages": [
-        MESSAGES[0],
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {
-            "role": "assistant",
-            "content": "Hm.",
-            "refusal": None,
-            "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "call2"}],
-        },
-        *MESSAGES[3:],
-    ],
-    "tools": [TOOL],
-    "max_tokens": 9,
-    "max_completion_tokens": 5,
-    "stop": "END",
-}
 ANTHROPIC_CALL = {"type": "tool_use", "name": "double", "input": {"x": 3}}
 ANTHROPIC = {
     "model": "rl2",
@@ -82,12 +63,10 @@ ANTHROPIC = {
 }
 
 
-@pytest.mark.parametrize(
-    "dialect, body",
-    [(chat_completions, CHAT), (anthropic_messages, ANTHROPIC)],
-)
-def test_a_conversation_is_the_same_in_each_protocol(dialect, body):
-    request = dialect.read(body, PARAMS)
+def test_a_conversation_is_the_same_in_each_protocol():
+    chat = chat_completions.read({"model": "rl2", "messages": MESSAGES}, PARAMS)
+    assert chat.messages == MESSAGES
+    request = anthropic_messages.read(ANTHROPIC, PARAMS)
     assert request.messages == MESSAGES
     assert request.tools == [TOOL]
     assert request.max_tokens == 5
@@ -124,30 +103,23 @@ def test_an_answer_comes_back_from_the_client_as_it_was(path, answer):
     assert dialect.read(body, PARAMS).messages == [USER, answer.message(), USER]
 
 
-@pytest.mark.parametrize(
-    "name, reason, stop_reason",
-    [
-        ("text", "stop", "end_turn"),
-        ("text and calls", "tool_calls", "tool_use"),
-        ("cut", "length", "max_tokens"),
-        ("stopped", "stop", "stop_sequence"),
-    ],
-)
-def test_an_answer_says_how_it_ended(name, reason, stop_reason):
-    answer = ANSWERS[name]
-    assert chat_completions.write(answer)["choices"][0]["finish_reason"] == reason
-    message = anthropic_messages.write(answer)
-    assert message["stop_reason"] == stop_reason
-    assert message["stop_sequence"] == ("END" if name == "stopped" else None)
-    assert message["usage"]["input_tokens"] == 10 and message["usage"]["output_tokens"] == 3
+def test_an_answer_of_anthropic_says_how_it_ended():
+    for name, reason, stop in (("cut", "max_tokens", None), ("stopped", "stop_sequence", "END")):
+        message = anthropic_messages.write(ANSWERS[name])
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
+        assert message["usage"]["input_tokens"] == 10 and message["usage"]["output_tokens"] == 3
+
+
+def test_an_error_of_anthropic_has_the_type_of_its_status():
+    for status, kind in ((404, "not_found_error"), (400, "invalid_request_error")):
+        error = {"type": kind, "message": "reason"}
+        assert anthropic_messages.write_error(status, "reason") == {"type": "error", "error": error}
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost"}}
 REFUSED = [
-    ("chat/completions", {"n": 2}, "n=2: only 1"),
     ("chat/completions", {"logprobs": True}, "logprobs=True: only False"),
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format="),
-    ("chat/completions", {"stop": "x"}, "stop='x': add it to rollout.train_sampling_params.stop"),
     ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'"),
     ("chat/completions", {"messages": [USER, {"role": "assistant", "content": ""}]}, "assistant's"),
     ("messages", {"stop_sequences": ["x"]}, "stop='x'"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from common import pack_rows
-from env_helpers import ENVS, load_text
+from env_helpers import load_text
 
 from rl2.env import load as env_load
 from rl2.env.load import load_env
@@ -32,28 +32,22 @@ def answers(*values):
 
 
 RIGHT = {  # ready-made env -> rows whose gold answer it rewards
-    "arithmetic": answers("2", 3, "1,234.5"),
     "gsm8k": answers("2", 3, "1 + 1 = <<1+1=2>>2\n#### 2"),
     "think_answer": answers("Paris", 4.0, "42"),
     "coding": [APPS, PRINTS],
 }
-WRONG = {  # ready-made env -> a row whose gold answer it does not reward
+WRONG = {  # ready-made env -> a row whose gold answer earns no more than a wrong one
+    "gsm8k": answers("31415926")[0],
     "coding": {**APPS, "solutions": json.dumps(["def add(a, b): return a - b"])},
     "think_answer": answers("<answer>4</answer>")[0],
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_gold_answers_that_earn_the_reward_are_not_mentioned(name):
-    env = load_env(name)
-    assert preflight(env, RIGHT[name]) == []
-    env.close()
-
-
-@pytest.mark.parametrize("name", WRONG)
 def test_a_row_whose_gold_answer_earns_too_little_is_named(name):
     env = load_env(name)
     right = RIGHT[name]
+    assert preflight(env, right) == []
     [warning] = preflight(env, [*right, WRONG[name]])
     assert f"the data, row {len(right) + 1}" in warning and "row 1" not in warning
     [warning] = preflight(env, [WRONG[name]] * 2)
@@ -100,10 +94,6 @@ def test_several_turns_may_earn_what_the_first_does_not(tmp_path):
     """So nothing is said if no gold answer earns more than a wrong one."""
     text = "def reward_fn(messages, answer): return 0.0\ndef interact(messages): return []"
     assert preflight(load_text(tmp_path, text), answers("2"), 2) == []
-    file = ENVS / "calculator.py"
-    env = load_env(str(file))
-    assert preflight(env, answers("27", 3), 3) == []
-    env.close()
 
 
 def test_a_column_called_solution_has_gold_answers(tmp_path):
