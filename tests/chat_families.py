@@ -17,11 +17,10 @@ from rl2.data.chat import ChatTemplate
 TEMPLATES = Path(__file__).parent / "templates"
 DATE = date(2024, 2, 29)
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
-    "' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+# What ChatML writes of a message m, and before a reply.
+MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+REPLY = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = f"{{% for m in messages %}}{MESSAGE}{{% endfor %}}{REPLY}"
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {byte: chr(byte) for byte in PRINTABLE} | {

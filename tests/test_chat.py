@@ -3,15 +3,12 @@
 from datetime import date
 
 import pytest
-from chat_families import BYTES, CHATML, make_tokenizer
+from chat_families import BYTES, CHATML, MESSAGE, REPLY, make_tokenizer
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import render_prompt
 from rl2.data.probe import find_unshown
 
-# What CHATML writes of a message m, and before a reply.
-MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-REPLY = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 ONLY_USER_AND_ASSISTANT = (
     "{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"

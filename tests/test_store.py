@@ -48,13 +48,6 @@ def tables(cache):
     return sorted(cache.glob("**/*.arrow"))
 
 
-def forbid(monkeypatch, name):
-    def fail(*arguments, **options):
-        raise AssertionError(f"{name} is called again")
-
-    monkeypatch.setattr(name, fail)
-
-
 def test_large_data_is_read_and_tokenised_once(cache, tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "a.jsonl", make_rows())
     pairs = [{"prompt": f"{i}", "chosen": f"yes {i}", "rejected": "no"} for i in range(3)]
@@ -76,8 +69,8 @@ def test_large_data_is_read_and_tokenised_once(cache, tmp_path, monkeypatch, cap
     notes = capsys.readouterr().out.splitlines()
     assert len(notes) == 2
     assert all(note.endswith(f"(3 of 3 rows, first {pairs_path}, row 1)") for note in notes)
-    forbid(monkeypatch, "rl2.data.rows._parse_row")
-    forbid(monkeypatch, "rl2.data.chat.ChatTemplate.tokenize")
+    monkeypatch.setattr("rl2.data.rows._parse_row", None)  # nothing calls them again
+    monkeypatch.setattr("rl2.data.chat.ChatTemplate.tokenize", None)
     assert read_all() == first
     assert capsys.readouterr().out.splitlines() == notes
     monkeypatch.setenv("RANK", "1")

@@ -4,15 +4,13 @@ The templates are those of tests/templates, which behave as the published ones o
 """
 
 import json
-import re
 
 import datasets
 import pytest
-from chat_families import CHATML, make_template
+from chat_families import CHATML, MESSAGE, make_template
 
-from rl2.data.chat import ChatTemplate
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
-from rl2.data.formats import labels, read_labelled_row, read_pair_row
+from rl2.data.formats import labels, read_labelled_row
 from rl2.data.rows import load_rows
 
 USER = {"role": "user", "content": "hello"}
@@ -40,32 +38,61 @@ def call(arguments, name="weather"):
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_parts_of_text_are_one_text(tmp_path, name):
-    parts = [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}]
-    reply = [{"type": "text", "text": "w"}]
-    row = {"messages": [{**USER, "content": parts}, {**ANSWER, "content": reply}]}
-    plain = {"messages": [{**USER, "content": "good day"}, ANSWER]}
-    assert read(tmp_path, row, name) == read(tmp_path, plain, name)
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+BARE_CALL = {name: value for name, value in call({}).items() if name != "content"}
+NO_CONTENT = {**BARE_CALL, "content": None}
+QUESTION = {"instruction": "Add.", "input": "1 2"}
+ADD = [{"role": "user", "content": "Add.\n1 2"}]
+PAIR = {"chosen": "w", "rejected": "v"}
+SAME = [  # (kind, a row, another one that says the same)
+    (SFT_ROWS, {"messages": [{**USER, "content": PARTS}, ANSWER]}, {"messages": [USER, ANSWER]}),
+    (SFT_ROWS, {"messages": [USER, BARE_CALL]}, {"messages": [USER, call({})]}),
+    (SFT_ROWS, {"messages": [USER, NO_CONTENT]}, {"messages": [USER, call({})]}),
+    (SFT_ROWS, {"messages": [USER, call("")]}, {"messages": [USER, call({})]}),
+    (SFT_ROWS, {"messages": [USER, call(None)]}, {"messages": [USER, call({})]}),
+    (SFT_ROWS, {"messages": [USER, ANSWER], "completion": "v"}, {"messages": [USER, ANSWER]}),
+    (
+        SFT_ROWS,
+        {"system": "Be brief.", "messages": [USER, ANSWER]},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    (SFT_ROWS, {**QUESTION, "output": "w"}, {"messages": [*ADD, ANSWER]}),
+    (
+        SFT_ROWS,
+        {"system": "Be brief.", "instruction": "Add.", "context": "1 2", "response": "w"},
+        {"messages": [SYSTEM, *ADD, ANSWER]},
+    ),
+    (PAIR_ROWS, {**QUESTION, **PAIR}, {"messages": ADD, **PAIR}),
+    (
+        PAIR_ROWS,
+        {"system": "Be brief.", "prompt": "hello", **PAIR},
+        {"messages": [SYSTEM, USER], **PAIR},
+    ),
+    (
+        LABELLED_ROWS,
+        {"messages": [USER, ANSWER, USER, ANSWER], "label": True},
+        {"messages": [USER, ANSWER, USER], "completion": "w", "label": True},
+    ),
+]
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, 3])
-def test_a_part_without_text_is_refused(tmp_path, part):
-    with pytest.raises(ValueError, match="row 1: .*only text"):
-        read(tmp_path, {"messages": [{**USER, "content": [part]}, ANSWER]}, "chatml")
+@pytest.mark.parametrize(("kind", "row", "same"), SAME)
+def test_rows_that_say_the_same_train_the_same(tmp_path, kind, row, same):
+    assert read(tmp_path, row, "deepseek_v3", kind) == read(tmp_path, same, "deepseek_v3", kind)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseek_v3", "glm4", "llama3", "phi3"])
 def test_a_developer_is_shown(tmp_path, name):
-    messages = [{"role": "developer", "content": "Be brief."}, USER]
-    [(text, _)] = read(tmp_path, {"messages": messages}, name, PROMPT_ROWS)
+    developer = {**SYSTEM, "role": "developer"}
+    [(text, _)] = read(tmp_path, {"messages": [developer, USER]}, name, PROMPT_ROWS)
     assert text.count("Be brief.") == 1
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3", "llama3", "gemma3"])
 def test_a_late_system_message_is_shown_or_refused(tmp_path, name):
     late = {"role": "system", "content": "Now in French."}
-    row = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER, late, USER]}
+    row = {"messages": [SYSTEM, USER, ANSWER, late, USER]}
     try:
         [(text, _)] = read(tmp_path, row, name, PROMPT_ROWS)
     except ValueError as error:
@@ -81,21 +108,14 @@ def chatml_with(source):
     return template
 
 
-def test_a_message_that_the_template_skips_is_refused_by_name(tmp_path):
+def test_what_the_template_skips_is_refused_by_name(tmp_path):
+    """A system message, and the run's own system prompt."""
     template = chatml_with(
-        "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'system' %}" + MESSAGE + "{% endif %}{% endfor %}"
     )
-    row = {"messages": [USER, {"role": "system", "content": "Be brief."}, USER]}
+    row = {"messages": [USER, SYSTEM, USER]}
     with pytest.raises(ValueError, match=r"row 1: .*does not show messages\[1\].content \(system"):
         read(tmp_path, row, template, PROMPT_ROWS)
-
-
-def test_a_system_prompt_that_the_template_skips_is_refused(tmp_path):
-    template = chatml_with(
-        "{% for m in messages %}{% if m.role != 'system' %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    )
     template.system_prompt = "Be brief."
     with pytest.raises(ValueError, match="row 1: .*does not show data.system_prompt"):
         read(tmp_path, {"messages": [USER]}, template, PROMPT_ROWS)
@@ -132,12 +152,8 @@ def test_pairs_may_differ_in_their_reasoning_only(tmp_path):
 
 def test_a_field_of_reasoning_that_is_not_shown_is_named(tmp_path, capsys):
     row = {"messages": [USER, {**ANSWER, "reasoning_content": "because"}]}
-    shows = chatml_with(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
-        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
-        "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    reasoning = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
+    shows = chatml_with(CHATML.replace("m.content", f"{reasoning} + m.content"))
     [(_, trained)] = read(tmp_path, row, shows)
     assert trained.startswith("<think>because</think>w")
     assert "warning" not in capsys.readouterr().out
@@ -167,30 +183,9 @@ def test_arguments_are_objects_or_their_json_text(tmp_path, name):
     assert "Rome" in trained and "days" in trained and '\\"' not in trained
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "deepseek_v3", "deepseek_r1"])
-def test_calls_need_no_content(tmp_path, name):
-    empty = call({"city": "Rome"})
-    without = {field: value for field, value in empty.items() if field != "content"}
-    for reply in (without, {**empty, "content": None}):
-        row = {"messages": [USER, reply]}
-        assert read(tmp_path, row, name) == read(tmp_path, {"messages": [USER, empty]}, name)
-
-
 def test_a_prompt_that_begins_the_reply_in_another_way_is_named(tmp_path, capsys):
     read(tmp_path, {"messages": [USER, ANSWER]}, "deepseek_r1")
     assert r"ends a prompt with '<think>\n', which is not in front" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", ["", None, "{}"])
-def test_arguments_may_be_empty(tmp_path, arguments):
-    empty = read(tmp_path, {"messages": [USER, call({})]}, "qwen3")
-    assert read(tmp_path, {"messages": [USER, call(arguments)]}, "qwen3") == empty
-
-
-@pytest.mark.parametrize("arguments", ["[1]", "{", 3])
-def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
-    with pytest.raises(ValueError, match="row 1: tool_calls: expected arguments"):
-        read(tmp_path, {"messages": [USER, call(arguments)]}, "qwen3")
 
 
 def test_only_columnar_files_lose_nulls(tmp_path, monkeypatch):
@@ -221,31 +216,10 @@ def test_a_reply_of_weight_0_is_not_trained(tmp_path, field):
     assert read(tmp_path, row, "chatml") == [(text, trained)]
 
 
-def test_weights_that_cannot_be_kept_are_refused(tmp_path):
-    for messages, message in (
-        ([USER, {**ANSWER, "weight": 0.5}], "weight=0.5 of a reply"),
-        ([USER, {**ANSWER, "loss_scale": 0.3}], "loss_scale of a reply is not read"),
-        ([USER, {**ANSWER, "masked": False}], "masked of a reply is not read"),
-        ([USER, {**ANSWER, "weight": 0}], "every reply has weight 0"),
-    ):
-        with pytest.raises(ValueError, match=f"row 1: .*{message}"):
-            read(tmp_path, {"messages": messages}, "chatml")
-
-
-def test_a_column_with_the_system_prompt_is_read(tmp_path):
-    [(text, _)] = read(tmp_path, {"system": "Be brief.", "messages": [USER, ANSWER]}, "chatml")
-    assert text.count("Be brief.") == 1
-    row = {"system": "Be brief.", "prompt": "hello", "chosen": "w", "rejected": "v"}
-    (text, _), _ = read(tmp_path, row, "chatml", PAIR_ROWS)
-    assert text.startswith(
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>"
-    )
-
-
 @pytest.mark.parametrize("column", ["system", "system_prompt"])
 def test_a_second_system_prompt_is_named(tmp_path, column, capsys):
-    own = [{"role": "system", "content": "Be kind."}, USER, ANSWER]
-    assert "brief" not in str(read(tmp_path, {column: "Be brief.", "messages": own}, "chatml"))
+    row = {column: "Be kind.", "messages": [SYSTEM, USER, ANSWER]}
+    assert "kind" not in str(read(tmp_path, row, "chatml"))
     assert f"{column} is not read" in capsys.readouterr().out
 
 
@@ -259,27 +233,25 @@ def test_an_empty_column_is_not_named(tmp_path, nothing, capsys):
         assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("column", ["input", "history", "loss_weight", "chat_template_kwargs"])
-def test_a_column_that_changes_what_others_train_is_named(tmp_path, column, capsys):
-    for prompt in ({"messages": [USER]}, {"prompt": "hello"}):
-        for kind, reply in (
-            (SFT_ROWS, {"completion": "w"}),
-            (PAIR_ROWS, {"chosen": "w", "rejected": "v"}),
-            (LABELLED_ROWS, {"completion": "w", "label": True}),
-        ):
-            read(tmp_path, {**prompt, **reply, column: "x"}, "chatml", kind)
-            assert f"columns neither shown nor trained: '{column}'" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("kind", "replies"),
+    [
+        (SFT_ROWS, {"completion": "w"}),
+        (PAIR_ROWS, {"chosen": "w", "rejected": "v"}),
+        (LABELLED_ROWS, {"completion": "w", "label": True}),
+    ],
+)
+def test_columns_that_change_what_others_train_are_named(tmp_path, capsys, kind, replies):
+    others = ("input", "history", "loss_weight", "chat_template_kwargs")
+    row = {"prompt": "hello", **replies, **dict.fromkeys(others, "x")}
+    read(tmp_path, row, "chatml", kind)
+    named = ", ".join(map(repr, others))
+    assert f"columns neither shown nor trained: {named}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("column", ["completion", "response"])
-def test_a_reply_beside_messages_that_end_with_one_is_named(tmp_path, capsys, column):
-    row = {"messages": [USER, ANSWER]}
-    expected = read(tmp_path, row, "chatml")
-    assert column not in capsys.readouterr().out
-    assert read(tmp_path, row | {column: "another"}, "chatml") == expected
-    assert (
-        f"column '{column}' is not read: the messages end with a reply" in capsys.readouterr().out
-    )
+def test_a_reply_beside_messages_that_end_with_one_is_named(tmp_path, capsys):
+    read(tmp_path, {"messages": [USER, ANSWER], "response": "another"}, "chatml")
+    assert "column 'response' is not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -293,21 +265,6 @@ def test_text_that_begins_like_json_is_text(tmp_path, text):
     assert read(tmp_path, row, "chatml", PAIR_ROWS)[0][1].startswith(text)
 
 
-def test_json_text_of_messages_is_parsed(tmp_path):
-    messages = json.dumps([USER])
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": messages, "completion": "w"}) + "\n")
-    assert load_rows(str(path), read=SFT_ROWS.read)[0]["messages"] == [USER]
-
-
-@pytest.mark.parametrize("margin", ["NaN", "Infinity", '"nan"', '"x"'])
-def test_a_margin_is_a_finite_number(tmp_path, margin):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {margin}}}\n')
-    with pytest.raises(ValueError, match="row 1: column 'margin': expected a number"):
-        load_rows(str(path), read=read_pair_row)
-
-
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     rows = [{"messages": [USER, ANSWER]}] * 3
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
@@ -319,8 +276,6 @@ def test_labels_of_csv_are_read(tmp_path):
     path.write_text("prompt,completion,label\na,b,True\na,c,false\n")
     examples = load_rows(str(path), read=read_labelled_row)
     assert [labels(row) for row in examples] == [[True], [False]]
-    template = ChatTemplate(make_template("chatml").tokenizer)
-    assert len(Examples(examples, template, LABELLED_ROWS, max_length=99)) == 2
 
 
 def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
@@ -330,23 +285,25 @@ def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
         read(tmp_path, {"messages": [USER, ANSWER]}, template)
 
 
-@pytest.mark.parametrize(
-    "field", [{"name": "x"}, {"score": 3}, {"flag": True}, {"tags": ["a"]}, {"meta": {"a": 1}}]
-)
 @pytest.mark.parametrize("name", EXACT)
-def test_a_field_that_is_not_shown_is_named(tmp_path, name, field, capsys):
-    [key] = field
-    messages = [USER | field, ANSWER]
-    assert read(tmp_path, {"messages": messages}, name) == read(
-        tmp_path, {"messages": [USER, ANSWER]}, name
-    )
-    assert f"not show messages[0].{key} (user)" in capsys.readouterr().out
+def test_fields_that_are_not_shown_are_named(tmp_path, name, capsys):
+    fields = {"name": "x", "score": 3, "flag": True, "tags": ["a"], "meta": {"a": 1}}
+    plain = read(tmp_path, {"messages": [USER, ANSWER]}, name)
+    assert read(tmp_path, {"messages": [USER | fields, ANSWER]}, name) == plain
+    printed = capsys.readouterr().out
+    for field in fields:
+        assert f"messages[0].{field} (user)" in printed
+
+
+def test_tools_that_the_template_ignores_are_named(tmp_path, capsys):
+    for name, shows in (("chatml", False), ("qwen3", True)):
+        read(tmp_path, {"messages": [USER, ANSWER], "tools": [{"name": "calc"}]}, name)
+        assert ("does not show tools" in capsys.readouterr().out) == (not shows)
 
 
 def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_path, capsys):
-    template = make_template("chatml")
-    template.tokenizer.chat_template = CHATML.replace(
-        "m.content", "m.content + (m.name or '') + ('!' if m.flag else '')"
+    template = chatml_with(
+        CHATML.replace("m.content", "m.content + (m.name or '') + ('!' if m.flag else '')")
     )
     messages = [{**USER, "name": "Ada", "flag": True}, {**ANSWER, "weight": 0}, USER, ANSWER]
     [(text, _)] = read(tmp_path, {"messages": messages}, template)
@@ -360,68 +317,28 @@ def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_pat
     assert "not show messages[0].flag" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("extra", ["input", "context"])
-def test_a_question_with_an_instruction_and_its_input_is_shown_whole(tmp_path, extra):
-    question = [{"role": "user", "content": "Add.\n1 2"}]
-    expected = read(tmp_path, {"messages": question, "completion": "w"}, "chatml")
-    row = {"instruction": "Add.", extra: "1 2"}
-    assert read(tmp_path, row | {"output": "w"}, "chatml") == expected
-    assert read(tmp_path, row | {"response": "w"}, "chatml") == expected
-    pair = row | {"chosen": "w", "rejected": "v"}
-    assert read(tmp_path, pair, "chatml", PAIR_ROWS)[0] == expected[0]
-
-
-def test_an_instruction_is_shown_with_its_system_prompt_and_refused_with_a_history(tmp_path):
-    row = {"instruction": "c", "input": "", "output": "w", "system": "s", "history": []}
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}]
-    expected = read(tmp_path, {"messages": messages, "completion": "w"}, "chatml")
-    assert read(tmp_path, row, "chatml") == expected
-    for kind in (SFT_ROWS, PROMPT_ROWS):
-        with pytest.raises(ValueError, match="row 1: column 'history' is not read"):
-            read(tmp_path, row | {"history": [["a", "b"]]}, "chatml", kind)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "mistral_nemo", "command_r"])
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_calls_of_sharegpt_are_calls_and_bare_functions_are_tools(tmp_path, name):
     function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     written = {"name": "weather", "arguments": {"city": "Rome"}}
-    row = {
-        "conversations": [
-            {"from": "human", "value": "hello"},
-            {"from": "function_call", "value": json.dumps(written)},
-        ],
-        "tools": json.dumps([function]),
-    }
+    turns = [
+        {"from": "human", "value": "hello"},
+        {"from": "function_call", "value": json.dumps(written)},
+    ]
+    row = {"conversations": turns, "tools": json.dumps([function])}
     calls = [{"type": "function", "function": written}]
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
     tools = [{"type": "function", "function": function}]
-    try:
-        expected = read(tmp_path, {"messages": messages, "tools": tools}, name)
-    except ValueError as error:
-        expected = error
-        with pytest.raises(ValueError, match=re.escape(str(error)[-30:])):
-            read(tmp_path, row, name)
-        return
+    expected = read(tmp_path, {"messages": messages, "tools": tools}, name)
     assert read(tmp_path, row, name) == expected
-    row["conversations"][1]["weight"] = 0
+    turns[1]["weight"] = 0
     with pytest.raises(ValueError, match="every reply has weight 0"):
         read(tmp_path, row, name)
-    row["conversations"][1]["value"] = "no JSON"
-    with pytest.raises(ValueError, match="function_call.*no JSON"):
-        read(tmp_path, row, name)
 
 
-@pytest.mark.parametrize("media", ["image", "video", "audio"])
-def test_a_question_about_media_is_refused(tmp_path, media):
-    row = {"messages": [USER, ANSWER], f"{media}s": []}
-    read(tmp_path, row, "chatml")
-    with pytest.raises(ValueError, match=f"column '{media}s'.*data.columns.{media}s=unused"):
-        read(tmp_path, row | {f"{media}s": ["1.jpg"]}, "chatml")
-
-
-def test_a_labelled_conversation_ends_with_the_labelled_reply(tmp_path):
-    row = {"messages": [USER, ANSWER, USER, ANSWER], "label": True}
-    same = {"messages": [USER, ANSWER, USER], "completion": "w", "label": True}
-    assert read(tmp_path, row, "chatml", LABELLED_ROWS) == read(
-        tmp_path, same, "chatml", LABELLED_ROWS
-    )
+def test_a_question_about_media_is_refused(tmp_path):
+    for media in ("image", "video", "audio"):
+        row = {"messages": [USER, ANSWER], f"{media}s": []}
+        read(tmp_path, row, "chatml")
+        with pytest.raises(ValueError, match=f"column '{media}s'.*data.columns.{media}s=unused"):
+            read(tmp_path, row | {f"{media}s": ["1.jpg"]}, "chatml")
