@@ -1,8 +1,4 @@
-"""Whole runs of SFT, DPO and reward models under torchrun, with a tiny random model.
-
-Losses fall, and equal those that transformers alone computes for the exported model. Killed runs
-resume and end with the same numbers. Layouts change nothing.
-"""
+"""Whole runs of SFT, DPO and reward models in two processes, and what docs and examples show."""
 
 import asyncio
 import importlib
@@ -25,7 +21,6 @@ from common import (
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
-    run,
     same_weights,
     write_jsonl,
 )
@@ -58,38 +53,6 @@ def make_arguments(tmp_path, rows, worker, *extra):
 
 def read_weights(folder):
     return load_file(folder / "model/model.safetensors")
-
-
-def check_killed(trainer, arguments, tmp_path):
-    """A run is killed in step 5, resumes from step 4 (the end of an epoch), is killed in step 7,
-    and resumes from step 6 (inside an epoch). It must equal the run in `run` to the bit.
-    """
-    saves = ["trainer.save_freq=2", "trainer.keep_checkpoints=null"]
-    killed = [trainer, *arguments, *saves, f"trainer.save_dir={tmp_path}/killed"]
-    done = launch_runs(2, [["kill=5", *killed], ["kill=3", *killed], killed])
-    for step in (4, 6):
-        assert done.stdout.count(f"step_{step}: {step} of 12 steps are done") == 1, done.stdout
-    assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
-    assert same_weights(tmp_path / "killed/model", tmp_path / "run/model")
-
-
-def check_lora(trainer, worker, arguments, tmp_path):
-    """Adapters begin with the model of the run in `run`, and learn."""
-    lora = [
-        f"trainer.save_dir={tmp_path}/lora",
-        f"{worker}.lora_rank=4",
-        f"{worker}.lora_alpha=8",  # logits are then as large as without adapters
-        f"{worker}.lr=0.03",
-    ]
-    launch_runs(2, [[trainer, *arguments, *lora]])
-    expected_line = read_untimed_metrics(tmp_path / "run")[0]
-    lines = read_metrics(tmp_path / "lora")
-    first_line = {key: lines[0][key] for key in expected_line}
-    assert first_line.pop("weights") != expected_line.pop("weights"), "other ones are trained"
-    assert first_line == expected_line, "untrained adapters change the model"
-    assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
-    cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
-    check_adapter(cls, tmp_path / "tiny", tmp_path / "lora/model")
 
 
 def conversation(i):
@@ -154,7 +117,12 @@ def test_sft(tmp_path):
     rates = [line["actor/lr"] for line in lines[1:]]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert rates[-1] == pytest.approx(0.01 / 9)
-    check_killed("sft", arguments, tmp_path)  # the other trainers have the same loop
+    # Killed in step 7, it resumes from step 6, inside an epoch. All trainers have this loop.
+    killed = ["sft", *arguments, "trainer.save_freq=2", f"trainer.save_dir={tmp_path}/killed"]
+    done = launch_runs(2, [["kill=7", *killed], killed])
+    assert done.stdout.count("step_6: 6 of 12 steps are done") == 1, done.stdout
+    assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
+    assert same_weights(tmp_path / "killed/model", tmp_path / "run/model")
 
 
 def preference(i, **columns):
@@ -174,18 +142,11 @@ def labelled(i):
 
 
 def tokenize_pair(tokenizer, row):
-    """(tokens, start, end) of both conversations. The reply is tokens[start:end]."""
+    """The tokens of both conversations."""
     for reply in (row["chosen"], row["rejected"]):
         messages = [*row["messages"], {"role": "assistant", "content": reply}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        start = len(tokens) - len(reply) - 2  # a token for each letter, the end of turn, a newline
-        yield tokens, start, len(tokens) - 1
-
-
-def reply_logp(model, tokens, start, end):
-    logps = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
-    return sum(logps[i - 1, tokens[i]].item() for i in range(start, end))
+        yield tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_dpo(tmp_path):
@@ -202,20 +163,22 @@ def test_dpo(tmp_path):
     assert lines[1]["actor/kl"] == pytest.approx(0, abs=1e-6)
     last = lines[-1]
     assert last["actor/loss"] < 0.4 and last["actor/accuracy"] == 1 and last["actor/kl"] > 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
-    rewards = []
-    for row in test_rows:
-        for reply in tokenize_pair(tokenizer, row):
-            rewards.append(0.2 * (reply_logp(policy, *reply) - reply_logp(reference, *reply)))
-    chosen = rewards[::2]
-    rejected = rewards[1::2]
-    assert last["test/chosen_reward"] == pytest.approx(sum(chosen) / 3, abs=1e-4)
-    assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
-    losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
-    assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
-    check_lora("dpo", "actor", arguments, tmp_path)
+    assert last["test/loss"] < 0.6 and last["test/margin"] > 0 and last["test/accuracy"] == 1
+    # Adapters begin with the same model, and learn.
+    lora = [
+        f"trainer.save_dir={tmp_path}/lora",
+        "actor.lora_rank=4",
+        "actor.lora_alpha=8",  # logits are then as large as without adapters
+        "actor.lr=0.03",
+    ]
+    launch_runs(2, [["dpo", *arguments, *lora]])
+    expected_line = read_untimed_metrics(tmp_path / "run")[0]
+    lines = read_metrics(tmp_path / "lora")
+    first_line = {key: lines[0][key] for key in expected_line}
+    assert first_line.pop("weights") != expected_line.pop("weights"), "other ones are trained"
+    assert first_line == expected_line, "untrained adapters change the model"
+    assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
+    check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "lora/model")
 
 
 @pytest.mark.nightly
@@ -237,7 +200,7 @@ def test_reward_model(tmp_path, monkeypatch):
     assert model.config.num_labels == 1
     sequences = []
     for row in test_rows:
-        sequences += [tokens for tokens, _, _ in tokenize_pair(tokenizer, row)]
+        sequences += tokenize_pair(tokenizer, row)
     inputs = tokenizer.pad({"input_ids": sequences}, return_tensors="pt")
     rewards = model(**inputs).logits[:, 0].double()
     chosen, rejected = rewards.view(-1, 2).unbind(1)
@@ -246,40 +209,16 @@ def test_reward_model(tmp_path, monkeypatch):
     margins = torch.tensor([0, 0.1, 0.2])
     losses = -(chosen - rejected - margins).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
-    check_lora("rm", "critic", arguments, tmp_path)
-    first_rewards = {"chosen": chosen[0].item(), "rejected": rejected[0].item()}
-    check_rewards_of_a_policy(tmp_path, monkeypatch, first_rewards)
-
-
-def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
-    """envs/reward_model.py, with the model in process, gives GRPO the rewards of training."""
+    # envs/reward_model.py, with the model in process, gives the rewards of training.
     monkeypatch.setenv("RL2_REWARD_MODEL", str(tmp_path / "run/model"))
     env = load_env(str(ROOT / "envs/reward_model.py"))
-    row = preference(30)
-    for reply in ("chosen", "rejected"):
-        messages = [*row["messages"], {"role": "assistant", "content": row[reply]}]
-        reward = pytest.approx(expected[reply], abs=1e-5)
-        assert asyncio.run(env.score(messages, row)) == {"reward": reward}
-    write_jsonl(tmp_path / "prompts.jsonl", [{**preference(i), "answer": ""} for i in range(8)])
-    arguments = [
-        f"actor.model_name={tmp_path}/tiny",
-        "actor.lr=0.001",
-        "actor.dtype=float32",
-        "data.prompts_per_rollout=4",
-        f"data.path={tmp_path}/prompts.jsonl",
-        "data.max_length=100",
-        "rollout.env_path=envs/reward_model.py",
-        "rollout.train_sampling_params.max_new_tokens=4",
-        f"trainer.save_dir={tmp_path}/grpo",
-        "trainer.disable_wandb=true",
-    ]
-    run("-m", "rl2.trainer.ppo", *arguments)
-    assert read_metrics(tmp_path / "grpo")[-1]["actor/grad_norm"] > 0
-    records = read_jsonl(tmp_path / "grpo/rollouts/train/step_2.jsonl")
-    for record in records:
-        reward = pytest.approx(record["reward"], abs=1e-5)
-        assert asyncio.run(env.score(record["messages"], row)) == {"reward": reward}
-    assert len(records) == 32
+    for reply, expected in (("chosen", chosen[0]), ("rejected", rejected[0])):
+        messages = [
+            *test_rows[0]["messages"],
+            {"role": "assistant", "content": test_rows[0][reply]},
+        ]
+        reward = pytest.approx(expected.item(), abs=1e-5)
+        assert asyncio.run(env.score(messages, test_rows[0])) == {"reward": reward}
 
 
 @pytest.fixture
@@ -350,24 +289,24 @@ def test_the_quickstart_ends_with_answers_errors_the_report_and_the_next_command
     monkeypatch.syspath_prepend(ROOT / "examples")
     quickstart = importlib.import_module("quickstart")
     monkeypatch.setattr(quickstart, "draw_rewards", lambda *arguments: None)
-    train = {"reward/mean": 0.5, "time/step": 1.0, "tokens/sampled": 9}
-    lines = [
-        {"step": 0, "test/reward/mean": 0.04, "time/step": 1.0, "tokens/sampled": 0},
-        {"step": 1, "test/reward/mean": 0.96, **train},
-    ]
+    line = {"time/step": 1.0, "tokens/sampled": 9, "reward/mean": 0.5}
+    lines = [{"step": i, "test/reward/mean": mean, **line} for i, mean in enumerate((0.04, 0.96))]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     (tmp_path / "rollouts/test").mkdir(parents=True)
-    for step, reply in ((0, "To find the\n\nlargest"), (1, "The largest is 63.")):
-        question = {"role": "user", "content": "Which number?"}
-        messages = [question, {"role": "assistant", "content": reply}]
+    for step, reply in enumerate(("To find the\n\nlargest", "The largest is 63.")):
+        messages = [{"role": role, "content": reply} for role in ("user", "assistant")]
         record = {"messages": messages, "finish_reason": "stop" if step else "length"}
         write_jsonl(tmp_path / f"rollouts/test/step_{step}.jsonl", [record] * 25)
     quickstart.report(tmp_path)
     printed = capsys.readouterr().out
-    assert "before   To find the largest ...\n" in printed
-    assert "after    The largest is 63.\n" in printed
-    assert "4% ± 8% right before training, 96% ± 8% after (greedy, 25 questions)" in printed
-    assert f"{tmp_path}/report.html" in printed and "source .venv/bin/activate" in printed
+    for text in (
+        "before   To find the largest ...\n",
+        "after    The largest is 63.\n",
+        "4% ± 8% right before training, 96% ± 8% after (greedy, 25 questions)",
+        f"{tmp_path}/report.html",
+        "source .venv/bin/activate",
+    ):
+        assert text in printed
     assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
 
@@ -424,40 +363,12 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=message)
 
 
-def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
-    """No problem of examples/pipeline.py is in two sets.
-
-    envs/arithmetic.py scores the chosen answer as right and the rejected answer as wrong. A
-    rejected answer with a slip has the length of the right answer.
-    """
-    pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
-    run("examples/pipeline.py", "prepare", tmp_path)
-    rows = {path.stem: read_jsonl(path) for path in tmp_path.iterdir()}
-    sums = {name: rows.pop(name) for name in ("sums_train", "sums_test")}
-    assert [len(part) for part in sums.values()] == [150, 50]
-    questions = {}
-    for name, part in rows.items():
-        questions[name] = [row["messages"][0]["content"] for row in part]
-    assert questions["sft_test"] == questions["pairs_test"]
-    all_questions = questions["sft_train"] + questions["pairs_train"] + questions["pairs_test"]
-    assert len(set(all_questions)) == len(all_questions) == 820
-    score = load_env(str(ROOT / "envs/arithmetic.py")).spec.reward_fn
-    for sft, pair in zip(rows["sft_test"], rows["pairs_test"], strict=True):
-        assert sft["messages"][-1]["content"] == pair["chosen"]
-        answer = pair["chosen"].rpartition("#### ")[2]
-        assert score([{"content": pair["chosen"]}], answer) == 1
-        assert score([{"content": pair["rejected"]}], answer) == 0
-    pairs_with_slip = rows["pairs_train"][::2]
-    assert all(len(pair["chosen"]) == len(pair["rejected"]) for pair in pairs_with_slip)
-    assert len(pairs_with_slip) == 160
-
-
 def test_the_quickstart_rewards_a_brief_reply_with_the_answer_alone():
     score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fn
-    assert score([{"content": "The largest number is 63."}], "63") == 1
-    assert score([{"content": "63"}], "63") == 1
+    right = ("The largest number is 63.", "63")
     wrong = ("59, 63", "63 beats 59", "636", "?", "The largest of the four numbers is 63.")
-    assert not any(score([{"content": reply}], "63") for reply in wrong)
+    for replies, reward in ((right, 1), (wrong, 0)):
+        assert [score([{"content": reply}], "63") for reply in replies] == [reward] * len(replies)
 
 
 def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, monkeypatch):
