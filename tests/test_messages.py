@@ -15,7 +15,6 @@ import shlex
 import tempfile
 from pathlib import Path
 
-import pytest
 from configs import BASE, ROOTS, write_files
 
 from rl2.config.parse import parse
@@ -52,13 +51,9 @@ def write_messages() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture
-def environment(monkeypatch):
+def test_messages(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-
-
-def test_messages(environment):
     assert write_messages() == MESSAGES.read_text(encoding="utf-8"), (
         "if the change is meant: python tests/test_messages.py"
     )
