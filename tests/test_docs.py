@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
+SCRIPTS = ["examples/pipeline.sh", "examples/quickstart.sh"]  # test_recipes.py has the others
 README_BUDGET = 7_000  # characters
 
 

@@ -177,14 +177,15 @@ def test_a_loss_that_needs_the_reference_and_an_estimator_of_reward_parts(tmp_pa
     torch.testing.assert_close(advantages, expected / (expected.std() + 1e-4))
 
 
+PAIR = {
+    "chosen": [message("user", "ab"), message("assistant", "yes")],
+    "rejected": [message("user", "ab"), message("assistant", "no")],
+}
+
+
 def test_a_preference_loss_without_a_reference(tmp_path):
-    pairs = []
-    for question in "abcd":
-        prompt = message("user", question)
-        replies = {"chosen": message("assistant", "yes"), "rejected": message("assistant", "no")}
-        pairs.append({name: [prompt, reply] for name, reply in replies.items()})
     settings = ("dpo.loss=orpo", "dpo.sft_coef=0.5", "data.batch_size=2")
-    line = train(["-m", "rl2.trainer.dpo"], tmp_path, pairs, *settings)
+    line = train(["-m", "rl2.trainer.dpo"], tmp_path, [PAIR, PAIR], *settings)
     assert "time/reference" not in line and "actor/kl" not in line
     assert line["actor/chosen_loss"] > 0
 
@@ -195,22 +196,11 @@ def test_the_environment_answers_a_quiet_reply():
     assert [m["role"] for m in interact([message("assistant", "Ab")])] == ["user"]
 
 
-def test_a_policy_loss_declares_where_it_vanishes(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, value = read_setting("policy_loss")
-    assert find_policy_loss(value).vanishes_without_advantage
-
-
 def test_dpo_with_a_preference_loss(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     key, value = read_setting("preference_loss")
-    prompt = message("user", "ab")
-    pair = {
-        "chosen": [prompt, message("assistant", "yes")],
-        "rejected": [prompt, message("assistant", "no")],
-    }
     settings = (f"{key}={value}", "data.batch_size=2", "dpo.beta=0.5")
-    line = train(["-m", "rl2.trainer.dpo"], tmp_path, [pair, pair], *settings)
+    line = train(["-m", "rl2.trainer.dpo"], tmp_path, [PAIR, PAIR], *settings)
     assert line["actor/loss"] == pytest.approx(1)  # the policy is the reference: the margin is 0
     assert "time/reference" in line
     exponential = find_preference_loss(value).compute

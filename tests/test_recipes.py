@@ -9,30 +9,15 @@ import pytest
 from common import ROOT, make_tokenizer, read_jsonl, run_main
 
 from rl2.config.parse import parse
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS
 from rl2.inputs import read_examples
 from rl2.ppo_inputs import make_prompts, read_ppo_inputs
 
-CONFIGS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 KINDS = {"sft": SFT_ROWS, "dpo": PAIR_ROWS, "rm": PAIR_ROWS}
-# (trainer, GPUs, data set) of each script
-RECIPES = {
-    "gsm8k_grpo.sh": ("ppo", 1, "gsm8k"),
-    "gsm8k_lora.sh": ("ppo", 1, "gsm8k"),
-    "gsm8k_qlora.sh": ("ppo", 1, "gsm8k"),
-    "orz_ppo.sh": ("ppo", 8, "orz"),
-    "orz_reinforce.sh": ("ppo", 8, "orz"),
-    "dapo.sh": ("ppo", 8, "orz"),
-    "countdown.sh": ("ppo", 4, "countdown"),
-    "search.sh": ("ppo", 4, "search"),
-    "limo_sft.sh": ("sft", 4, "limo"),
-    "limo_qlora.sh": ("sft", 1, "limo"),
-    "skywork_rm.sh": ("rm", 4, "skywork"),
-    "ultrafeedback_dpo.sh": ("dpo", 4, "ultrafeedback"),
-}
 ON_A_CPU = {"quickstart.sh", "pipeline.sh", "install.sh"}
+RECIPES = {path.name for path in (ROOT / "examples").glob("*.sh")} - ON_A_CPU
 
 
 def conversation(question: str, reply: str) -> list[dict]:
@@ -149,29 +134,23 @@ def make_data(monkeypatch, name: str, folder) -> tuple[list[dict], list[dict]]:
     return read_jsonl(folder / "train.jsonl"), read_jsonl(folder / "test.jsonl")
 
 
-def test_every_script_is_tested():
-    scripts = {path.name for path in (ROOT / "examples").glob("*.sh")}
-    assert scripts == {*RECIPES} | ON_A_CPU
-
-
-@pytest.mark.parametrize("script", RECIPES)
+@pytest.mark.parametrize("script", sorted(RECIPES))
 def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     """The run's own checks of config, rows and environment pass, and no row is dropped."""
-    trainer, num_gpus, name = RECIPES[script]
     calls = list_calls(script, tmp_path)
-    path, called_name, folder = calls["python"]
-    assert (path, called_name) == ("examples/data.py", name)
+    path, name, folder = calls["python"]
+    assert path == "examples/data.py"
     train, test = make_data(monkeypatch, name, tmp_path / "data")
     standalone, processes, _, module, *overrides = calls["torchrun"]
-    assert (standalone, processes) == ("--standalone", f"--nproc_per_node={num_gpus}")
-    assert module == f"rl2.trainer.{trainer}"
+    assert standalone == "--standalone"
+    trainer = module.removeprefix("rl2.trainer.")
     assert f"data.path={folder}/train.jsonl" in overrides
     assert f"data.test_path={folder}/test.jsonl" in overrides
-    monkeypatch.setenv("WORLD_SIZE", str(num_gpus))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_gpus))
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, processes.removeprefix("--nproc_per_node="))
     monkeypatch.chdir(ROOT)
     overrides = [word.replace(folder, str(tmp_path / "data")) for word in overrides]
-    config = parse(CONFIGS[trainer], overrides)
+    config = parse(TRAINER_CONFIGS[trainer], overrides)
     template = ChatTemplate(make_tokenizer())
     # The models are on the hub.
     monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
