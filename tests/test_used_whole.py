@@ -15,6 +15,7 @@ from rl2.data.rows import load_rows
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "w"}
+TALK = {"messages": [USER, ANSWER]}
 EXACT = "chatml llama3 qwen3 gemma3 deepseek_r1 deepseek_v3 mistral_v3 glm4 phi4".split()
 
 
@@ -45,13 +46,14 @@ NO_CONTENT = {**BARE_CALL, "content": None}
 QUESTION = {"instruction": "Add.", "input": "1 2"}
 ADD = [{"role": "user", "content": "Add.\n1 2"}]
 PAIR = {"chosen": "w", "rejected": "v"}
+LABELLED = {"completion": "w", "label": True}
 SAME = [  # (kind, a row, another one that says the same)
-    (SFT_ROWS, {"messages": [{**USER, "content": PARTS}, ANSWER]}, {"messages": [USER, ANSWER]}),
+    (SFT_ROWS, {"messages": [{**USER, "content": PARTS}, ANSWER]}, TALK),
     (SFT_ROWS, {"messages": [USER, BARE_CALL]}, {"messages": [USER, call({})]}),
     (SFT_ROWS, {"messages": [USER, NO_CONTENT]}, {"messages": [USER, call({})]}),
     (SFT_ROWS, {"messages": [USER, call("")]}, {"messages": [USER, call({})]}),
     (SFT_ROWS, {"messages": [USER, call(None)]}, {"messages": [USER, call({})]}),
-    (SFT_ROWS, {"messages": [USER, ANSWER], "completion": "v"}, {"messages": [USER, ANSWER]}),
+    (SFT_ROWS, {**TALK, "completion": "v"}, TALK),
     (
         SFT_ROWS,
         {"system": "Be brief.", "messages": [USER, ANSWER]},
@@ -70,9 +72,14 @@ SAME = [  # (kind, a row, another one that says the same)
         {"messages": [SYSTEM, USER], **PAIR},
     ),
     (
+        SFT_ROWS,
+        {"system_prompt": "Be kind.", "messages": [SYSTEM, USER, ANSWER]},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    (
         LABELLED_ROWS,
         {"messages": [USER, ANSWER, USER, ANSWER], "label": True},
-        {"messages": [USER, ANSWER, USER], "completion": "w", "label": True},
+        {"messages": [USER, ANSWER, USER], **LABELLED},
     ),
 ]
 
@@ -80,6 +87,27 @@ SAME = [  # (kind, a row, another one that says the same)
 @pytest.mark.parametrize(("kind", "row", "same"), SAME)
 def test_rows_that_say_the_same_train_the_same(tmp_path, kind, row, same):
     assert read(tmp_path, row, "deepseek_v3", kind) == read(tmp_path, same, "deepseek_v3", kind)
+
+
+NOT_READ = dict.fromkeys(("input", "history", "loss_weight", "chat_template_kwargs"), "x")
+COLUMNS = f"columns neither shown nor trained: {', '.join(map(repr, NOT_READ))}"
+REASON = {**ANSWER, "reasoning_content": "because"}
+NAMED = [  # (template, kind, row, what is printed of it)
+    ("deepseek_r1", SFT_ROWS, TALK, r"ends a prompt with '<think>\n', which is not in front"),
+    ("llama3", SFT_ROWS, {"messages": [USER, REASON]}, "not show messages[1].reasoning_content"),
+    ("chatml", SFT_ROWS, {**TALK, "tools": [{"name": "f"}]}, "not show tools"),
+    ("chatml", SFT_ROWS, {"system": "s", "messages": [SYSTEM, USER, ANSWER]}, "system is not read"),
+    ("chatml", SFT_ROWS, {**TALK, "response": "v"}, "'response' is not read"),
+    ("chatml", SFT_ROWS, {"prompt": "hello", "completion": "w", **NOT_READ}, COLUMNS),
+    ("chatml", PAIR_ROWS, {"prompt": "hello", **PAIR, **NOT_READ}, COLUMNS),
+    ("chatml", LABELLED_ROWS, {"prompt": "hello", **LABELLED, **NOT_READ}, COLUMNS),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "row", "words"), NAMED)
+def test_what_is_not_used_is_named(tmp_path, capsys, name, kind, row, words):
+    read(tmp_path, row, name, kind)
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseek_v3", "glm4", "llama3", "phi3"])
@@ -150,15 +178,13 @@ def test_pairs_may_differ_in_their_reasoning_only(tmp_path):
     assert "because" in chosen and "hm" in rejected
 
 
-def test_a_field_of_reasoning_that_is_not_shown_is_named(tmp_path, capsys):
+def test_a_field_of_reasoning_that_is_shown_is_trained(tmp_path, capsys):
     row = {"messages": [USER, {**ANSWER, "reasoning_content": "because"}]}
     reasoning = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
     shows = chatml_with(CHATML.replace("m.content", f"{reasoning} + m.content"))
     [(_, trained)] = read(tmp_path, row, shows)
     assert trained.startswith("<think>because</think>w")
     assert "warning" not in capsys.readouterr().out
-    read(tmp_path, row, "llama3")
-    assert "does not show messages[1].reasoning_content" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3", "smollm2"])
@@ -181,11 +207,6 @@ def test_arguments_are_objects_or_their_json_text(tmp_path, name):
     assert of_object == of_text
     [(_, trained)] = of_object
     assert "Rome" in trained and "days" in trained and '\\"' not in trained
-
-
-def test_a_prompt_that_begins_the_reply_in_another_way_is_named(tmp_path, capsys):
-    read(tmp_path, {"messages": [USER, ANSWER]}, "deepseek_r1")
-    assert r"ends a prompt with '<think>\n', which is not in front" in capsys.readouterr().out
 
 
 def test_only_columnar_files_lose_nulls(tmp_path, monkeypatch):
@@ -216,42 +237,14 @@ def test_a_reply_of_weight_0_is_not_trained(tmp_path, field):
     assert read(tmp_path, row, "chatml") == [(text, trained)]
 
 
-@pytest.mark.parametrize("column", ["system", "system_prompt"])
-def test_a_second_system_prompt_is_named(tmp_path, column, capsys):
-    row = {column: "Be kind.", "messages": [SYSTEM, USER, ANSWER]}
-    assert "kind" not in str(read(tmp_path, row, "chatml"))
-    assert f"{column} is not read" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("nothing", [None, "", [], {}])
 def test_an_empty_column_is_not_named(tmp_path, nothing, capsys):
     empty = {"input": nothing, "tools": nothing, "system": nothing}
-    for row in ({"messages": [USER, ANSWER]}, {"instruction": "hello", "output": "w"}):
+    for row in (TALK, {"instruction": "hello", "output": "w"}):
         read(tmp_path, row, "chatml")
         expected = capsys.readouterr().out
         read(tmp_path, row | empty, "chatml")
         assert capsys.readouterr().out == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "replies"),
-    [
-        (SFT_ROWS, {"completion": "w"}),
-        (PAIR_ROWS, {"chosen": "w", "rejected": "v"}),
-        (LABELLED_ROWS, {"completion": "w", "label": True}),
-    ],
-)
-def test_columns_that_change_what_others_train_are_named(tmp_path, capsys, kind, replies):
-    others = ("input", "history", "loss_weight", "chat_template_kwargs")
-    row = {"prompt": "hello", **replies, **dict.fromkeys(others, "x")}
-    read(tmp_path, row, "chatml", kind)
-    named = ", ".join(map(repr, others))
-    assert f"columns neither shown nor trained: {named}" in capsys.readouterr().out
-
-
-def test_a_reply_beside_messages_that_end_with_one_is_named(tmp_path, capsys):
-    read(tmp_path, {"messages": [USER, ANSWER], "response": "another"}, "chatml")
-    assert "column 'response' is not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -266,7 +259,7 @@ def test_text_that_begins_like_json_is_text(tmp_path, text):
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
-    rows = [{"messages": [USER, ANSWER]}] * 3
+    rows = [TALK] * 3
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     assert len(load_rows(str(tmp_path / "rows"), read=SFT_ROWS.read)) == 3
 
@@ -282,23 +275,17 @@ def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
     template = make_template("chatml")
     template.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="^the model has no chat template"):
-        read(tmp_path, {"messages": [USER, ANSWER]}, template)
+        read(tmp_path, TALK, template)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_fields_that_are_not_shown_are_named(tmp_path, name, capsys):
     fields = {"name": "x", "score": 3, "flag": True, "tags": ["a"], "meta": {"a": 1}}
-    plain = read(tmp_path, {"messages": [USER, ANSWER]}, name)
+    plain = read(tmp_path, TALK, name)
     assert read(tmp_path, {"messages": [USER | fields, ANSWER]}, name) == plain
     printed = capsys.readouterr().out
     for field in fields:
         assert f"messages[0].{field} (user)" in printed
-
-
-def test_tools_that_the_template_ignores_are_named(tmp_path, capsys):
-    for name, shows in (("chatml", False), ("qwen3", True)):
-        read(tmp_path, {"messages": [USER, ANSWER], "tools": [{"name": "calc"}]}, name)
-        assert ("does not show tools" in capsys.readouterr().out) == (not shows)
 
 
 def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_path, capsys):
@@ -338,7 +325,7 @@ def test_calls_of_sharegpt_are_calls_and_bare_functions_are_tools(tmp_path, name
 
 def test_a_question_about_media_is_refused(tmp_path):
     for media in ("image", "video", "audio"):
-        row = {"messages": [USER, ANSWER], f"{media}s": []}
+        row = {**TALK, f"{media}s": []}
         read(tmp_path, row, "chatml")
         with pytest.raises(ValueError, match=f"column '{media}s'.*data.columns.{media}s=unused"):
             read(tmp_path, row | {f"{media}s": ["1.jpg"]}, "chatml")
