@@ -26,6 +26,7 @@ from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten, show_value
 from rl2.engine.local import LocalEngine
 from rl2.report import loggers
+from rl2.run import signals
 from rl2.run.signals import STOP_SIGNALS
 from rl2.user_files import import_env_file
 
@@ -234,15 +235,15 @@ class CtrlC:
     def __call__(self, messages, answer, completion_ids):
         if completion_ids:  # no reply of the trial
             times, self.times = self.times, 0
-            for number in range(times):
-                time.sleep(1.2 * number)  # a signal that comes sooner is the same request
+            for _ in range(times):
                 interrupt()
         return reward_fn(messages, answer)
 
 
 def test_ctrl_c_ends_the_trial_and_saves_the_run_that_the_same_call_resumes(
-    model, unchanged_process
+    model, monkeypatch, unchanged_process
 ):
+    monkeypatch.setattr(signals, "SECONDS_OF_ONE_REQUEST", 0.1)
     calls = itertools.count()  # several are tried at once; a later signal would end pytest itself
 
     def interrupt_the_trial(messages, answer):

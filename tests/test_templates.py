@@ -336,7 +336,11 @@ def test_sft_trains_every_reply_once_and_nothing_else(name):
         for tokens, mask in sequences:
             pairs = zip(tokens, mask, strict=True)
             trained += template.decode([token for token, trains in pairs if trains])
-        parts = [expected_parts(template, row, writer.family, i) for i in reply_places(row)]
+        parts = [
+            expected_parts(template, row, writer.family, i)
+            for i, message in enumerate(row["messages"])
+            if message["role"] == "assistant"
+        ]
         check_sequences(template, parts, sequences)
         check_trained_text(template, parts, writer.family, trained)
         for message in row["messages"]:
@@ -357,10 +361,6 @@ def conversation(writer: Writer) -> list[dict]:
             messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
         messages += [{"role": "assistant", "content": writer.reply()}, *writer.messages(["user"])]
     return messages[:-1]
-
-
-def reply_places(row: dict) -> list[int]:
-    return [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
 
 
 def check_sequences(template, parts, sequences):
