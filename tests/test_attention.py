@@ -1,7 +1,7 @@
-"""Long documents, sinks without bounds, and windows that hide nothing.
+"""Long documents, sinks without bounds, windows that hide nothing, and the kernels of GPUs.
 
 ring.py compares packed attention with plain attention, also in one process; tests/gpu/operators.py
-has the kernels of GPUs.
+runs the kernels of GPUs themselves.
 """
 
 import random
@@ -11,6 +11,8 @@ import torch
 from common import launch
 from plain_attention import as_pack, layout, reference, restrict
 
+from rl2.attention import kernels as attention
+from rl2.attention.kernels import Block, backward_block, forward_block
 from rl2.attention.ring import PackedAttention
 from rl2.packing import zigzag
 
@@ -55,6 +57,67 @@ def test_documents_within_the_window_are_computed_as_without_it():
     q, k, v = (torch.randn(1, n, 55, 16).bfloat16() for n in (4, 2, 2))
     assert torch.equal(attend(None, q, k, v, 0.2, 50), attend(None, q, k, v, 0.2))
     assert not torch.equal(attend(None, q, k, v, 0.2, 49), attend(None, q, k, v, 0.2))
+
+
+class FlashOperators:
+    """Implements on the CPU the two flash operators of torch that rl2 calls.
+
+    The names and the order of arguments are read from torch's own schemas.
+    """
+
+    FORWARD, BACKWARD = (
+        getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
+        for name in ("forward", "backward")
+    )
+
+    def __init__(self, monkeypatch):
+        self.calls = []  # the arguments of each, by name
+        monkeypatch.setattr(attention.aten, "_flash_attention_forward", self.forward)
+        monkeypatch.setattr(attention.aten, "_flash_attention_backward", self.backward)
+
+    def bind(self, schema, arguments, keywords):
+        names = [argument.name for argument in schema.arguments]
+        bound = dict(zip(names, arguments, strict=False)) | keywords
+        self.calls.append(bound)
+        block = Block(bound["cum_seq_q"].tolist(), bound["cum_seq_k"].tolist(), bound["is_causal"])
+        return bound, block
+
+    def forward(self, *arguments, **keywords):
+        x, block = self.bind(self.FORWARD, arguments, keywords)
+        out, lse = forward_block(x["query"], x["key"], x["value"], block, x["scale"])
+        return out, lse.T.contiguous(), None, None, None
+
+    def backward(self, *arguments, **keywords):
+        x, block = self.bind(self.BACKWARD, arguments, keywords)
+        q, lse = x["query"], x["logsumexp"]
+        assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
+        return backward_block(
+            x["grad_out"], q, x["key"], x["value"], x["out"], lse.T, block, x["scale"]
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_flash_operators_get_their_arguments_in_order(monkeypatch, causal):
+    torch.manual_seed(0)
+    block = Block([0, 5, 8], [0, 5, 8] if causal else [0, 4, 11], causal)
+    q, k, v = (
+        torch.randn(heads, n, 16).transpose(0, 1)
+        for heads, n in ((4, 8), (2, block.cu_k[-1]), (2, block.cu_k[-1]))
+    )
+    out, lse = forward_block(q, k, v, block, 0.3)
+    arguments = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
+    gradients = backward_block(*arguments)
+    operators = FlashOperators(monkeypatch)
+    cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
+    assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
+    cuda_gradients = attention._backward_cuda(*arguments)
+    for cuda_gradient, gradient in zip(cuda_gradients, gradients, strict=True):
+        assert torch.equal(cuda_gradient, gradient)
+    for call in operators.calls:
+        limits = (call["max_q"], call["max_k"], call["dropout_p"])
+        assert limits == (5, 5 if causal else 7, 0.0)
+    forward, backward = operators.calls
+    assert forward["return_debug_mask"] is False and backward["rng_state"].dtype == torch.uint64
 
 
 def test_rings_of_one_to_four_processes_equal_full_attention():
