@@ -99,7 +99,8 @@ def _own_process() -> Iterator[None]:
         with torch.random.fork_rng(range(torch.cuda.device_count())), cleanup.scope():
             yield
     finally:
-        sys.setswitchinterval(switch_interval)
+        if sys.getswitchinterval() != switch_interval:  # Python rounds down what it is given
+            sys.setswitchinterval(switch_interval)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
