@@ -14,15 +14,15 @@ from rl2.tools import chat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of SFT that has learned to say abc, with a system prompt."""
+    """A run of SFT with a system prompt. It has learned so little that its replies depend on it."""
     folder = tmp_path_factory.mktemp("chat")
     talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "abc"}]
-    (folder / "rows.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    (folder / "rows.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
     launch(
         1,
         *("-m", "rl2.trainer.sft", f"data.path={folder / 'rows.jsonl'}", "data.batch_size=4"),
-        *(f"actor.model_name={make_model(folder / 'tiny')}", "actor.lr=0.02"),
-        *("actor.dtype=float32", "trainer.n_epochs=3", f"trainer.save_dir={folder / 'run'}"),
+        *(f"actor.model_name={make_model(folder / 'tiny')}", "actor.lr=1e-4"),
+        *("actor.dtype=float32", "trainer.n_epochs=1", f"trainer.save_dir={folder / 'run'}"),
         "data.system_prompt=Obey.",
     )
     return folder
@@ -39,7 +39,8 @@ def talk(monkeypatch, capsys):
     return talk
 
 
-def test_the_model_answers_and_remembers(folder, talk):
+def test_the_model_answers_and_remembers(folder, talk, monkeypatch):
+    monkeypatch.setattr(chat, "LONGEST_ANSWER", 16)
     path = folder / "run/model"
     tokenizer = AutoTokenizer.from_pretrained(path)
     template = ChatTemplate(tokenizer, system_prompt="Obey.")
@@ -49,14 +50,12 @@ def test_the_model_answers_and_remembers(folder, talk):
         messages.append({"role": "user", "content": "say"})
         ids = tokenizer(template.render(messages), add_special_tokens=False, return_tensors="pt")
         length = ids["input_ids"].shape[1]
-        room = min(chat.LONGEST_ANSWER, model.config.max_position_embeddings - length)
-        new = model.generate(**ids, max_new_tokens=room, do_sample=False)[0, length:]
+        new = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, length:]
         replies.append(tokenizer.decode(new, skip_special_tokens=True))
         messages.append({"role": "assistant", "content": replies[-1]})
-    assert replies[0] == "abc"
     for name in ("run", "run/model"):
         status, printed, errors = talk(folder / name, "say", "", "say")
-        assert status == 0 and printed.strip() == "\n".join(replies), errors
+        assert status == 0 and printed.strip() == "\n".join(replies).strip(), errors
 
 
 def test_where_there_is_no_model_it_says_so(folder, talk):

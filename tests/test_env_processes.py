@@ -149,7 +149,8 @@ def test_a_process_that_ends_between_two_calls_is_replaced(load):
     assert call(env, "late", name="late")["count"] == 1
 
 
-def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd):
+def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     env = load(
         """
         import os, sys, time
