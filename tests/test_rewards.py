@@ -3,18 +3,18 @@ that writes anything."""
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from itertools import compress
 from pathlib import Path
 
 import maths_forms
 import psutil
 import pytest
-from common import read_cases, run
+from common import read_cases, read_jsonl, run
 
 from rl2.rewards import maths
 from rl2.rewards.maths import number, quantity, same_choice, same_maths, same_number
@@ -126,11 +126,24 @@ def test_a_choice_is_one_letter(field):
     assert not same_choice(field, "B")
 
 
-def judge(reward_fn, reply, answer, question="How much is it?"):
-    """Whether a ready-made environment calls a reply right."""
-    asked = {"role": "user", "content": question}
-    reward = reward_fn([asked, {"role": "assistant", "content": reply}], answer)
-    return (reward["right"] if isinstance(reward, dict) else reward) == 1.0
+def find_errors(cases):
+    """(the wrong forms that are accepted, the right ones that are denied) of some cases.
+
+    A case is (name of a ready-made environment, question, reply, answer, whether it is right).
+    """
+    reward_fns = {env: import_env_file(env).reward_fn for env in {case[0] for case in cases}}
+
+    def is_error(case):
+        env, question, reply, answer, is_right = case
+        asked = {"role": "user", "content": question}
+        reward = reward_fns[env]([asked, {"role": "assistant", "content": reply}], answer)
+        return ((reward["right"] if isinstance(reward, dict) else reward) == 1.0) != is_right
+
+    with ThreadPoolExecutor(8) as threads:
+        errors = [*compress(cases, threads.map(is_error, cases))]
+    accepted, denied = ([c for c in errors if c[-1] is kind] for kind in (False, True))
+    print(f"accepted {len(accepted)} wrong forms and denied {len(denied)} right ones")
+    return accepted, denied
 
 
 @pytest.mark.parametrize(
@@ -142,13 +155,8 @@ def judge(reward_fn, reply, answer, question="How much is it?"):
 )
 def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, most_denied):
     """Of gsm8k: 2,997 wrong and 1,166 right forms; of boxed: 1,522 and 926."""
-    cases = sorted(set(cases))
-    reward_fn = import_env_file(name).reward_fn
-    with ThreadPoolExecutor(8) as threads:
-        verdicts = list(threads.map(lambda case: judge(reward_fn, *case[:2]), cases))
-    accepted = [c for c, verdict in zip(cases, verdicts, strict=True) if verdict and not c[2]]
-    denied = [c for c, verdict in zip(cases, verdicts, strict=True) if c[2] and not verdict]
-    print(f"{name}: accepted {len(accepted)} wrong forms and denied {len(denied)} right ones")
+    cases = [(name, "How much is it?", *case) for case in sorted(set(cases))]
+    accepted, denied = find_errors(cases)
     assert not accepted
     assert len(denied) <= most_denied, denied
 
@@ -173,21 +181,16 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(
 
     The last set has whole replies, and half B of it is only counted, too.
     """
-    accepted, denied, num_right = [], [], 0
-    lines = (Path(__file__).parent / "cases" / f"{name}.jsonl").read_text("utf-8")
-    for entry in filter(lambda entry: entry["half"] == half, map(json.loads, lines.splitlines())):
-        form = "#### FIELD" if entry["env"] == "gsm8k" else r"So it is \boxed{FIELD}."
-        form = "FIELD" if name == "maths_replies" else form
-        num_right += len(entry["right"])
-        for reply, answer, is_right in maths_forms.in_form(
-            form, [entry | {"answer": entry["gold"]}]
-        ):
-            reward_fn = import_env_file(entry["env"]).reward_fn
-            if judge(reward_fn, reply, answer, entry["question"]) != is_right:
-                (denied if is_right else accepted).append((reply, answer))
-    print(f"accepted {len(accepted)}, denied {len(denied)} of {num_right}")
+    cases = []
+    for entry in read_jsonl(Path(__file__).parent / "cases" / f"{name}.jsonl"):
+        if entry["half"] == half:
+            form = "#### FIELD" if entry["env"] == "gsm8k" else r"So it is \boxed{FIELD}."
+            form = "FIELD" if name == "maths_replies" else form
+            forms = maths_forms.in_form(form, [entry | {"answer": entry["gold"]}])
+            cases += [(entry["env"], entry["question"], *each) for each in forms]
+    accepted, denied = find_errors(cases)
     assert len(accepted) <= most_accepted
-    assert len(denied) <= most_denied * num_right
+    assert len(denied) <= most_denied * sum(is_right for *_, is_right in cases)
 
 
 @needs_math_verify
