@@ -208,12 +208,15 @@ class make_env:
 
     def reward(self):
         """What the tests write as reward: a number, or its parts. 0.0 if they do not."""
-        verifier, root = self.task.verifier, ["--user", "root"]
+        # The model may have removed the working directory, in which no command starts then.
+        verifier, root = self.task.verifier, ["--user", "root", "--workdir", "/"]
         seconds = verifier.get("timeout_sec", 600)
         try:
             # Whatever the model has put there is not the tests' own.
-            prepare = f"rm -rf {LOGS} {TESTS}; mkdir -p {LOGS} {TESTS}; chmod 777 {LOGS}"
-            self._execute(prepare, COMMAND_SECONDS, root)
+            prepare = f"rm -rf {LOGS} {TESTS} && mkdir -p {LOGS} {TESTS} && chmod 777 {LOGS}"
+            _, status = self._execute(prepare, COMMAND_SECONDS, root)
+            if status:
+                return 0.0
             docker("cp", f"{self.task.folder}/tests/.", f"{self.container}:{TESTS}", timeout=600)
             self._execute(f"chmod +x {TESTS}/test.sh", COMMAND_SECONDS, root)
             options = self._options(verifier.get("user"), verifier.get("env"))

@@ -51,7 +51,9 @@ def execute(words):
     folder = find_container(name)
     environment = dict(value.split("=", 1) for key, value in options if key == "--env")
     command = [translate(word, folder) for word in command]
-    done = subprocess.run(command, cwd=folder / "app", env={**os.environ, **environment})
+    place = next((value for key, value in options if key == "--workdir"), "/app")
+    cwd = folder / place.lstrip("/")
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **environment})
     sys.exit(done.returncode)
 
 

@@ -852,9 +852,16 @@ def test_harbor_starts_a_container_as_its_task_says_and_ends_it(fake_docker, mon
     env.close()
 
 
-def test_harbor_earns_nothing_where_no_test_can_run(fake_docker, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /app /tests",
+        "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; rm -rf /app",
+    ],
+)
+def test_harbor_earns_nothing_where_no_test_can_run(command, fake_docker, monkeypatch):
     env, rows, max_turns = load_ready("harbor_tasks", monkeypatch)
-    trajectory = play(env, rows[0], [shell_call("rm -rf /app /tests"), "Done."], max_turns)
+    trajectory = play(env, rows[0], [shell_call(command), "Done."], max_turns)
     assert trajectory.rewards == {"environment": 0.0}
     env.close()
 
