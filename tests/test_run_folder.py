@@ -210,13 +210,11 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     before = contents(run)
     status, output = train()
     assert status == 0 and "all steps are done" in output and "loading" not in output
-    assert "raise trainer.n_epochs" in output and "trainer.resume=off" in output
     assert contents(run) == before
 
     # Another setting, as in a sweep that forgot the name of the run, would have no effect.
     status, output = train("actor.lr=0.02")
     assert status == 1 and "actor.lr: 0.01 -> 0.02" in output and "no effect" in output
-    assert "trainer.experiment_name" in output
     assert contents(run) == before
     status, _ = train("trainer.n_epochs=1")
     assert status == 0
@@ -254,11 +252,8 @@ def test_another_experiment_is_refused_and_touches_nothing(train, run, tmp_path)
     assert status == 1 and "is of another experiment" in output
     assert "actor.lora_rank: 0 -> 2" in output and "data.shuffle: True -> False" in output
     assert "actor.lr: 0.01" not in output, "a change that would be allowed"
-    for remedy in ("experiment_name=NAME", "trainer.resume=off", "trainer.resume=force"):
-        assert remedy in output
     status, output = train("actor.lora_rank=2", "trainer.resume=force")
     assert status == 1 and "is it of another model" in output and "Traceback" not in output
-    assert "lora" in output and len(output.splitlines()) < 12
     assert contents(run) == before
 
     # The same rows elsewhere are the same experiment; a row more makes another one.
@@ -666,7 +661,6 @@ def test_ranks_that_differ_are_named(tmp_path, model):
     done = launch(2, "tests/agreement.py", model, tmp_path)
     lines = done.stdout.splitlines()
     assert f"rank 1 on {socket.gethostname()} does not see {tmp_path}/1/runs/default" in lines[0]
-    assert "need trainer.save_dir in a folder that they share" in lines[0]
     start = f"rank 1 on {socket.gethostname()} differs from rank 0 on {socket.gethostname()} in "
     assert lines[1:4] == [
         start + "actor.lr=0.5",
