@@ -44,8 +44,9 @@ def add_warnings(folder):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The addresses of a report of one run, of two, of a run without rollouts, of an evaluated one
-    with warnings, and of one with a single step."""
+    """The addresses of a report of one run, of two, of a run without rollouts, and of an evaluated
+    one with warnings.
+    """
     folder = tmp_path_factory.mktemp("pages")
     first = write_run(folder / "first", num_steps=30, num_groups=4)
     path = first / "rollouts/train/step_30.jsonl"
@@ -60,9 +61,7 @@ def pages(tmp_path_factory):
     tested = write_run(folder / "tested", num_steps=30, num_groups=1)
     write_evaluations(tested)
     add_warnings(tested)
-    short = write_run(folder / "short", num_steps=1, num_groups=1)
-    runs = {"one": [first], "two": [first, second], "sft": [sft]}
-    runs |= {"tested": [tested], "short": [short]}
+    runs = {"one": [first], "two": [first, second], "sft": [sft], "tested": [tested]}
     for name, folders in runs.items():
         write_page(folders, folder / f"{name}.html")
     return {name: (folder / f"{name}.html").as_uri() for name in runs}
@@ -113,7 +112,7 @@ def test_the_curves_of_one_run_are_drawn(open_page):
     page = open_page("one")
     assert not page.locator("figure", has_text="memory/peak_gib").is_visible()
     unfold(page, "#details details")
-    assert page.title() == "first"
+    assert page.title() == "first" and not page.locator("#warnings").is_visible()
     reward = page.locator("figure", has_text="reward/mean").first
     assert reward.locator("path:not(.grid)").count() == 1
     tested = page.locator("figure", has_text="test/avg@4")
@@ -143,18 +142,6 @@ def test_axes_have_0_and_those_of_shares_reach_1(open_page):
     assert (min(axis_of(share)), max(axis_of(share))) == (0, 1)
     page.select_option("#axes", "fitted")
     assert min(axis_of(memory)) > 3 and "without 0" in memory.inner_text()
-
-
-def test_what_never_changes_is_a_value_and_no_chart(open_page):
-    page = open_page("short")
-    assert page.locator("svg").count() == 0
-    assert "at all steps" in page.locator("#headlines").inner_text()
-    unfold(page, "#details details")
-    assert page.locator("svg").count() == 0
-    for name in ("actor/lr", "time/update", "rollout/teaching"):
-        figure = page.locator("figure", has=page.get_by_text(name, exact=True))
-        assert "at all steps" in figure.inner_text()
-    assert not page.locator("#warnings").is_visible()
 
 
 def test_warnings_have_their_steps_and_messages_before_a_question_are_folded(open_page):
