@@ -70,7 +70,7 @@ MAX_RUNNING_ON_GPU = 256
 class Teacher(Protocol):
     """What scores the sampled tokens: a model of this run, or a server."""
 
-    def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores: ...
+    def score(self, batch: Batch, temperature: float = 1.0) -> TokenScores: ...
 
 
 @dataclass

@@ -36,7 +36,7 @@ class TeacherServer:
     model: str  # by its name on the server
     device: torch.device  # of what the processes exchange
 
-    def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+    def score(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The log-probabilities of every trained token [B, T], in host memory, on all processes.
 
         The processes share the rows. RuntimeError if the server does not answer, or with something
@@ -58,9 +58,9 @@ class TeacherServer:
         trained = batch.mask[row].nonzero()
         if not len(trained):
             return []
-        return self.score(batch.tokens[row, : int(trained[-1]) + 2].tolist())
+        return self.score_tokens(batch.tokens[row, : int(trained[-1]) + 2].tolist())
 
-    def score(self, tokens: list[int]) -> list[float]:
+    def score_tokens(self, tokens: list[int]) -> list[float]:
         """The log-probability of each token after the first, given those before it."""
         scored = self._ask(tokens)[: len(tokens)]
         wrong = [a for a, (b, _) in zip(tokens, scored, strict=False) if b not in (None, a)]
@@ -137,7 +137,7 @@ def connect(base_url: str, model: str | None, device: torch.device) -> TeacherSe
         try:
             if model is None:
                 server.model = request(base_url, "/v1/models")["data"][0]["id"]
-            server.score([1, 2])
+            server.score_tokens([1, 2])
         except RuntimeError as error:
             problem = str(error)
         else:

@@ -1,6 +1,6 @@
 """A worker is one sharded model with what it does: the actor, the reference or the critic.
 
-A worker infers, updates, gives its full weights away, exports itself, and saves and restores its
+A worker scores, updates, gives its full weights away, exports itself, and saves and restores its
 state. It knows no loss, no engine and no rollout. Every process calls the same methods with the
 same Batch; only the forward and backward passes are split.
 """
@@ -123,7 +123,7 @@ class Worker:
                 import_optimizer(self.optimizer, config.optimizer_dir)
 
     @torch.no_grad()
-    def infer(
+    def score(
         self, batch: Batch, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenScores:
         """Returns the scores of every trained token: columns [B, T] in host memory.
@@ -135,7 +135,7 @@ class Worker:
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
         with self.passes():
             for rows in track(self._micro_batches(batch, budget)):
-                scores = self._score(batch.select(rows), temperature, with_entropy)
+                scores = self._score_rows(batch.select(rows), temperature, with_entropy)
                 index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
                 for name, cells in scores.items():
                     if name not in columns:
@@ -150,10 +150,10 @@ class Worker:
             yield
             reshard(self.model)
 
-    def reference(self) -> "Worker | Reference":
-        """Returns what infers with the model that this worker started from."""
+    def reference(self) -> "Worker | SharedReference":
+        """Returns what scores with the model that this worker started from."""
         if self.settings.freezes_base:
-            return Reference(self)
+            return SharedReference(self)
         return Worker(self.config, self.mesh.device, exactness=self.exactness, source=self.source)
 
     def copy_weights(self, source: "Worker") -> None:
@@ -200,7 +200,7 @@ class Worker:
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
                 fsdp_model.set_requires_all_reduce(i == len(micro_batches))
-                scores = self._score(micro_batch, temperature, with_entropy, teacher)
+                scores = self._score_rows(micro_batch, temperature, with_entropy, teacher)
                 # The processes of a ring computed different columns; each continues with whole
                 # sequences.
                 scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
@@ -331,7 +331,7 @@ class Worker:
         )
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 
-    def _score(
+    def _score_rows(
         self, rows: Batch, temperature, with_entropy, teacher: "Worker | None" = None
     ) -> TokenScores:
         """Returns the scores of the rows as columns [b, T], differentiable.
@@ -413,7 +413,7 @@ def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[t
         del shard
 
 
-class Reference:
+class SharedReference:
     """The model that a worker with adapters started from: its own, without what it has learned.
 
     It takes no memory beside that of the worker.
@@ -424,12 +424,12 @@ class Reference:
         self.config = worker.config
         self.mesh = worker.mesh
 
-    def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """As `Worker.infer`, where the routers choose."""
+    def score(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+        """As `Worker.score`, where the routers choose."""
         worker = self.worker
         # With old log-probabilities nothing is compared with the engine, which has other weights.
         batch = replace(batch, experts=None, old_logps=batch.engine_logps)
         with ExitStack() as stack:
             for part in worker.model.attachments:
                 stack.enter_context(part.at_start(worker.model, worker.memory))
-            return worker.infer(batch, temperature)
+            return worker.score(batch, temperature)

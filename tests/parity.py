@@ -133,7 +133,7 @@ def two_steps(name, critic, device, batch, **changes):
     if config.lora_rank:
         for key, parameter in worker.trained_parameters.items():
             initial_adapters[key] = parameter.detach().full_tensor().clone()
-    scores = worker.infer(batch, 0.9, with_entropy=not critic)
+    scores = worker.score(batch, 0.9, with_entropy=not critic)
     loss = value_loss if critic else policy_loss
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         updates = [worker.update(batch, loss, 0.9, with_entropy=not critic) for _ in range(2)]

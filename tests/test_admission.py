@@ -112,7 +112,7 @@ def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
     worker = Worker(config, device, False, 4)
     assert "dropout is off in training (resid_pdrop=0.1," in capsys.readouterr().out
     batch = make_batch()
-    before = worker.infer(batch).logps
+    before = worker.score(batch).logps
 
     def loss_fn(rows, scores):
         return (scores.logps * rows.mask).sum(), {}

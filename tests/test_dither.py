@@ -83,7 +83,7 @@ def test_a_dithered_worker_starts_with_the_stored_model(stored_in_bf16):
     plain = make_worker(stored_in_bf16, dtype="bfloat16")
     moved = make_worker(stored_in_bf16, dtype="bfloat16", dither_weights=True)
     batch = make_batch()
-    assert torch.equal(plain.infer(batch).logps, moved.infer(batch).logps)
+    assert torch.equal(plain.score(batch).logps, moved.score(batch).logps)
     rounded = weights_of(moved, torch.bfloat16)
     for name, weight in weights_of(plain, torch.bfloat16).items():
         assert same_bits(weight, rounded[name])
@@ -170,7 +170,7 @@ def test_an_export_is_the_policy_that_was_trained(stored_in_bf16, tmp_path, dtyp
     assert exported.dtype == getattr(torch, dtype)
     again = Worker(worker_config(str(tmp_path), dtype=dtype), torch.device("cpu"))
     batch = make_batch()
-    assert torch.equal(again.infer(batch).logps, worker.infer(batch).logps)
+    assert torch.equal(again.score(batch).logps, worker.score(batch).logps)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"dither_weights": True}])
@@ -179,11 +179,11 @@ def test_a_resume_warns_if_the_weights_round_to_another_policy(stored_in_bf16, c
     worker = make_worker(stored_in_bf16, dtype="bfloat16", lr=1e-4)
     worker.update(make_batch(), policy_loss, with_entropy=True)
     batch = make_batch()
-    logps = worker.infer(batch).logps
+    logps = worker.score(batch).logps
     resumed = make_worker(stored_in_bf16, **{"dtype": "bfloat16"} | changes)
     capsys.readouterr()
     resumed.load_state_dict(worker.state_dict())
     output = capsys.readouterr().out
     is_another = "dtype" in changes
     assert ("torch.bfloat16 and goes on in torch.float32" in output) == is_another
-    assert torch.equal(resumed.infer(batch).logps, logps) != is_another
+    assert torch.equal(resumed.score(batch).logps, logps) != is_another

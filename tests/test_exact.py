@@ -153,7 +153,7 @@ def roll_out(engine, temperature=1.0, seed=0, **params):
 
 def difference(batch, worker, temperature=1.0) -> float:
     """The largest difference of the engine's and the worker's log-probabilities."""
-    logps = worker.infer(batch, temperature).logps
+    logps = worker.score(batch, temperature).logps
     return ((logps - batch.engine_logps) * batch.mask).abs().max().item()
 
 
@@ -219,7 +219,7 @@ def check_log_probabilities(name, dtype, temperature, changes):
     assert difference(small, worker, temperature) == 0
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
-        worker.infer(batch, temperature)  # of the weights before the update
+        worker.score(batch, temperature)  # of the weights before the update
 
 
 def test_they_are_equal_among_what_top_p_and_top_k_leave(models):
@@ -318,7 +318,7 @@ def test_gradients_and_entropies_are_those_of_plain_attention(models):
     results = []
     for exact in (False, True):
         _, worker = make_pair(name, "float32", exact)
-        scores = worker._score(batch, temperature=1.0, with_entropy=True)
+        scores = worker._score_rows(batch, temperature=1.0, with_entropy=True)
         loss, _ = policy_loss(batch, scores)
         loss.backward()
         gradients = {key: p.grad.full_tensor() for key, p in worker.trained_parameters.items()}
@@ -344,14 +344,14 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
     worker.update(scored, policy_loss, with_entropy=True)  # newer weights may score it now
     _, worker = make_pair(models("llama"), "bfloat16")
     with pytest.raises(RuntimeError, match=where):
-        worker.infer(batch)
+        worker.score(batch)
     with pytest.raises(RuntimeError, match=where):
         worker.update(batch, policy_loss, with_entropy=True)
     capsys.readouterr()
     worker = Worker(worker.config, CPU, num_updates=4, exactness=Exactness.TRIED)
     frozen = worker.reference()
-    frozen_logps = frozen.infer(batch).logps  # compares nothing
-    assert torch.equal(frozen_logps, worker.infer(batch).logps)
+    frozen_logps = frozen.score(batch).logps  # compares nothing
+    assert torch.equal(frozen_logps, worker.score(batch).logps)
     worker.update(batch, policy_loss, with_entropy=True)
     warnings = re.findall("warning: .*", capsys.readouterr().err)
     assert len(warnings) == 1 and re.match(f"warning: {where}.*rollout.exact=false", warnings[0])

@@ -108,7 +108,7 @@ def check_devices(worker):
 def check_inference(gpu, worker, batch, is_critic):
     before = gpu.bytes
     with Watch() as seen:
-        scores = worker.infer(batch, 0.7, with_entropy=True)
+        scores = worker.score(batch, 0.7, with_entropy=True)
     columns = [scores.values] if is_critic else [scores.logps, scores.entropy]
     for column in columns:
         assert column.shape == batch.mask.shape and column.device == torch.device("cpu")
@@ -176,7 +176,7 @@ def test_the_reference_model_is_frozen_and_in_bf16(keys):
             ours = sum(p.to_local().nbytes for p in worker.model.parameters())
             assert ours / 2 <= grown <= ours / 2 + SLACK_BYTES
         before = gpu.bytes
-        scores = reference.infer(batch)
+        scores = reference.score(batch)
         assert scores.logps.shape == batch.mask.shape and gpu.bytes == before
 
 
@@ -220,7 +220,7 @@ def test_only_what_changed_is_copied_back_and_nothing_waits():
         assert gpu.bytes < SLACK_BYTES
         for _ in range(2):
             with Watch() as seen:
-                worker.infer(batch)
+                worker.score(batch)
             assert seen.copied["to host"] == batch.mask.numel() * 4
             assert seen.waits.total() == 1, seen.waits
             with Watch() as seen:
@@ -295,9 +295,9 @@ def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes():
     with fake_gpu(8) as gpu:
         worker = gpu.worker(max_length_per_device=256)
         batch = gpu.batch(worker, tokens=256)
-        worker.infer(batch)
+        worker.score(batch)
         with Watch() as seen:
-            worker.infer(batch)
+            worker.score(batch)
     # The embedding and the head, and both layers; then each layer's attention.
     assert order_of_work(seen) == ["gather", "gather", "gather", "attention", "attention"]
 

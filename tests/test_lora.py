@@ -49,7 +49,7 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     for dtype in ("float32", "bfloat16"):
         worker = make(dtype=dtype, gradient_checkpointing=True)
         plain = make(dtype=dtype, num_updates=0)
-        expected = plain.infer(batch, 0.9).logps
+        expected = plain.score(batch, 0.9).logps
         plain_weights = dict(plain.iter_full_weights(worker.dtype))
         for key, weight in worker.iter_full_weights(worker.dtype):
             bits, plain_bits = (x.view(torch.uint8) for x in (weight, plain_weights.pop(key)))
@@ -57,9 +57,9 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
         assert not plain_weights
         reference = worker.reference()
         assert torch.equal(
-            reference.infer(batch, 0.9).logps, expected
+            reference.score(batch, 0.9).logps, expected
         )  # the first pass of this worker
-        assert torch.equal(worker.infer(batch, 0.9).logps, expected)
+        assert torch.equal(worker.score(batch, 0.9).logps, expected)
         start = full_parameters(worker)
         trained = worker.trained_parameters.keys()
         assert {start[key].dtype for key in trained} == {torch.float32}
@@ -68,10 +68,10 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
         worker.update(batch, policy_loss, 0.9, with_entropy=True)
         for key, parameter in full_parameters(worker).items():
             assert torch.equal(parameter, start[key]) == (key not in trained), key
-        trained_logps = worker.infer(batch, 0.9).logps
+        trained_logps = worker.score(batch, 0.9).logps
         assert (trained_logps - expected).abs().max() > 0.1
-        assert torch.equal(reference.infer(batch, 0.9).logps, expected)
-        assert torch.equal(worker.infer(batch, 0.9).logps, trained_logps)
+        assert torch.equal(reference.score(batch, 0.9).logps, expected)
+        assert torch.equal(worker.score(batch, 0.9).logps, trained_logps)
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
@@ -81,8 +81,8 @@ def test_a_critic_trains_its_head_beside_the_adapters(make):
         sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
     )  # A and B of 7 matrices in 2 layers
     before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
-    expected = make(critic=True, num_updates=0).infer(batch).values
-    assert torch.equal(worker.infer(batch).values, expected)
+    expected = make(critic=True, num_updates=0).score(batch).values
+    assert torch.equal(worker.score(batch).values, expected)
     for _ in range(2):
         worker.update(batch, value_loss)
     for key, weight in worker.iter_full_weights(torch.float32):
@@ -119,7 +119,7 @@ def test_updates_are_those_of_peft(make, tmp_path):
 
     with torch.no_grad():
         start = scores_of_peft().logps
-    torch.testing.assert_close(worker.infer(batch).logps, start, rtol=0, atol=2e-5)
+    torch.testing.assert_close(worker.score(batch).logps, start, rtol=0, atol=2e-5)
     trained = [p for key, p in model.named_parameters() if ".lora_" in key]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
     engine = make_engine(worker)
@@ -133,7 +133,7 @@ def test_updates_are_those_of_peft(make, tmp_path):
         optimizer.step()
         with torch.no_grad():
             after = scores_of_peft().logps
-        torch.testing.assert_close(worker.infer(batch).logps, after, rtol=0, atol=1e-3)
+        torch.testing.assert_close(worker.score(batch).logps, after, rtol=0, atol=1e-3)
         engine.load_weights(worker.iter_trained_weights(worker.dtype), version)
         answers.append(play(engine, prompts, max_new_tokens=8))
         engine.sleep()

@@ -108,9 +108,9 @@ def test_training_equals_lora_on_the_dequantised_base(make, tmp_path, checkpoint
     quantized = rounded_model(worker, tmp_path / "rounded")
     plain = make(name=quantized, quantize_base=None, **settings)
     assert hash_weights({"actor": worker}) == hash_weights({"actor": plain})
-    reference = worker.reference().infer(batch, 0.9).logps
-    assert torch.equal(reference, make(num_updates=0, name=quantized).infer(batch, 0.9).logps)
-    original = make(num_updates=0).infer(batch, 0.9).logps
+    reference = worker.reference().score(batch, 0.9).logps
+    assert torch.equal(reference, make(num_updates=0, name=quantized).score(batch, 0.9).logps)
+    original = make(num_updates=0).score(batch, 0.9).logps
     assert (reference - original).abs().max() > 0.01, "nothing was quantised"
     for _ in range(3):
         updates = [x.update(batch, policy_loss, 0.9, with_entropy=True) for x in (worker, plain)]
@@ -119,10 +119,10 @@ def test_training_equals_lora_on_the_dequantised_base(make, tmp_path, checkpoint
     resumed = make(**settings)
     resumed.load_state_dict(worker.state_dict())
     assert hash_weights({"actor": resumed}) == hash_weights({"actor": worker})
-    logps = worker.infer(batch, 0.9).logps
-    assert torch.equal(logps, plain.infer(batch, 0.9).logps)
+    logps = worker.score(batch, 0.9).logps
+    assert torch.equal(logps, plain.score(batch, 0.9).logps)
     assert (logps - reference).abs().max() > 0.1
-    assert torch.equal(worker.reference().infer(batch, 0.9).logps, reference)
+    assert torch.equal(worker.reference().score(batch, 0.9).logps, reference)
     expected = dict(plain.iter_full_weights(torch.float32))
     for key, weight in worker.iter_full_weights(torch.float32):
         assert torch.equal(weight, expected.pop(key)), key

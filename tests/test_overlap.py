@@ -23,7 +23,7 @@ from common import (
 from safetensors.torch import load_file
 
 from rl2.parallel.worlds import Channel
-from rl2.rollout.overlap import Handover, Samplers
+from rl2.rollout.overlap import Handover, SamplerProcesses
 
 PPO = ("-m", "rl2.trainer.ppo")
 # Answers wait for a time that depends on the process and the answer, and so does nothing else.
@@ -229,7 +229,7 @@ class Recorded:
 
 
 def make_samplers(num_steps=9, max_staleness=1):
-    return Samplers(Recorded(), num_steps, max_staleness, old_policy_is_sampler=True)
+    return SamplerProcesses(Recorded(), num_steps, max_staleness, old_policy_is_sampler=True)
 
 
 def test_the_trainers_requests_run_ahead_and_end_with_the_run():

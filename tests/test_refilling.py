@@ -28,7 +28,7 @@ from rl2.rollout.stats import (
     mask_truncated,
     summarise,
     summarise_groups,
-    training_samples,
+    take_samples,
 )
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
@@ -47,7 +47,7 @@ def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ROWS[0]
     assert collector.cursor.position == 6, "the next step begins behind the last group it took"
-    samples = training_samples(trajectories)
+    samples = take_samples(trajectories)
     assert {sample.group for sample in samples} == {1, 3, 5} and len(samples) == 6
     metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
     assert (metrics["rollout/filtered"], metrics["rollout/groups"]) == (0.5, 3)
@@ -149,7 +149,7 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         health.stop_if_diverged()
         trajectories = collector.collect(step)
         assert rows_of(trajectories) == ([], [0, 1]) and len(trajectories) == 12
-        batch = collate(training_samples(trajectories))
+        batch = collate(take_samples(trajectories))
         add_ages(batch, trajectories, 1)
         assert batch.mask.tolist() == batch.ages.tolist() == [[0]]
         metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
@@ -288,7 +288,7 @@ def test_truncated_answers_are_masked_after_the_advantages(tmp_path):
     collector = make_collector(tmp_path, [1, 1], {}, 2)
     trajectories = collector.collect(1)
     trajectories[2] = replace(trajectories[2], finish_reason=FinishReason.LENGTH)
-    batch = collate(training_samples(trajectories))
+    batch = collate(take_samples(trajectories))
     before = batch.mask.clone()
     mask_truncated(batch, trajectories)
     before[2] = 0

@@ -36,8 +36,8 @@ from rl2.rollout.stats import (
     summarise,
     summarise_groups,
     summarise_sources,
+    take_samples,
     to_records,
-    training_samples,
 )
 from rl2.rollout.trajectory import (
     FilterStatus,
@@ -217,7 +217,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     metrics = summarise(done, 1)
     # The two tokens of each answer of group 3 are all from before the update.
     assert metrics["rollout/staleness"] == pytest.approx((sum(counts) + 4) / (2 * 201 + 4))
-    batch = collate(training_samples(done))
+    batch = collate(take_samples(done))
     add_ages(batch, done, 1)
     ages = [batch.ages[row][batch.mask[row] > 0].tolist() for row in range(4)]
     assert ages[:2] == [[1] * count + [0] * (201 - count) for count in counts]
@@ -492,7 +492,7 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     assert failed == list(env_file.FAULTS) and player.failures.count == len(failed)
     metrics = summarise(trajectories, 0)
     assert metrics["rollout/failed"] == pytest.approx(0.1) and metrics["reward/mean"] == 1.0
-    trained = [sum(sample.mask) > 0 for sample in training_samples(trajectories)]
+    trained = [sum(sample.mask) > 0 for sample in take_samples(trajectories)]
     assert trained == [not t.row["fault"] for t in trajectories]
     assert not any(t.samples for t in trajectories), "they keep the memory"
     assert [t.length > 0 for t in trajectories] == trained

@@ -110,7 +110,7 @@ def update(name, **changes):
     """(log-probabilities before an SGD update, the gradient by name)."""
     worker = make_worker(name, **changes)
     batch = make_routed_batch()
-    logps = worker.infer(batch).logps
+    logps = worker.score(batch).logps
     gradients, _ = gradients_by_sgd(
         worker, batch, lambda rows, scores: (loss_of(rows, scores.logps), {})
     )
@@ -162,7 +162,7 @@ def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, f
     routers = [g for key, g in expected[1].items() if "gate.weight" in key or "router" in key]
     assert max(gradient.abs().max() for gradient in routers) > 1e-3
     assert_equal_results(update(name, **LAYOUTS["many micro-batches"]), expected)
-    own = make_worker(name).infer(make_batch()).logps
+    own = make_worker(name).score(make_batch()).logps
     assert (own - expected[0]).abs().max() > 1e-2
 
 
@@ -182,11 +182,11 @@ def test_the_reference_chooses_for_itself(tmp_path, device):
     name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
     worker = make_worker(name, lora_rank=2)
     batch = make_routed_batch()
-    replayed = worker.infer(batch).logps
-    own = worker.reference().infer(batch).logps
-    assert torch.equal(own, make_worker(name, lora_rank=2).infer(make_batch()).logps)
+    replayed = worker.score(batch).logps
+    own = worker.reference().score(batch).logps
+    assert torch.equal(own, make_worker(name, lora_rank=2).score(make_batch()).logps)
     assert (own - replayed).abs().max() > 1e-2
-    assert torch.equal(worker.infer(batch).logps, replayed)
+    assert torch.equal(worker.score(batch).logps, replayed)
 
 
 TURNS_ENV = """

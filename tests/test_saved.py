@@ -14,6 +14,7 @@ from common import (
     make_tokenizer,
     read_jsonl,
     read_metrics,
+    same_weights,
 )
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ from rl2.batch import Sample, collate
 from rl2.config.schema import PPOConfig, dump
 from rl2.model.token_model import TokenScores
 from rl2.rollout.saved import COLUMNS, SavedRollouts, StartModel, hash_tokens, pack_tokens
-from rl2.rollout.stats import add_token_columns, training_samples
+from rl2.rollout.stats import add_token_columns, take_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 from rl2.trainer.ppo import actor_loss
 
@@ -40,7 +41,7 @@ def test_what_training_knows_of_a_token_is_kept_beside_it():
     trajectories[0].samples = [make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]
     trajectories[1].samples = [make_sample([3, 2, 4], 4)]
     saved = pack_tokens(trajectories, 123)
-    batch = collate(training_samples(trajectories))
+    batch = collate(take_samples(trajectories))
     batch.advantages = batch.targets.float()
     batch.old_logps = batch.engine_logps  # another run's: they say nothing of the trainer
     add_token_columns(saved, batch)
@@ -154,6 +155,7 @@ def runs(tmp_path_factory):
     settings = {
         "sampled": ["trainer.save_tokens=true"],
         "same": [saved, "trainer.max_steps=1"],
+        "whole": [*other_loss, "trainer.max_steps=4"],
         "cispo": [*other_loss, "trainer.save_tokens=true", "trainer.save_freq=2"],
     }
     commands = []
@@ -195,6 +197,7 @@ def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):
 
 def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
     """After the third and last step comes the first one again. The run has resumed before both."""
+    assert same_weights(runs / "whole/model", runs / "cispo/model")
     lines = read_metrics(runs / "cispo")
     sampled = read_metrics(runs / "sampled")
     for line, same in zip(lines, [*sampled, sampled[0]], strict=True):

@@ -91,9 +91,9 @@ def test_an_export_is_the_trained_model(folder, tmp_path, device, family):
     name = str(folder / family)
     batch = make_batch()
     worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
-    before = worker.infer(batch).logps
+    before = worker.score(batch).logps
     worker.update(batch, policy_loss, with_entropy=True)
-    logps = worker.infer(batch).logps
+    logps = worker.score(batch).logps
     assert (logps - before).abs().max() > 1e-3
     worker.export(str(tmp_path / "export"), make_tokenizer())
     plain = AutoModelForCausalLM.from_pretrained(

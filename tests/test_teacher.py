@@ -57,7 +57,7 @@ def test_the_trained_tokens_have_the_scores_of_the_model(model, monkeypatch):
     batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
     batch.mask[2] = 0  # nothing of this row is trained
     with serve_json(as_teacher(model)) as (url, requests):
-        logps = connect(f"{url}/v1/", None, CPU).infer(batch).logps
+        logps = connect(f"{url}/v1/", None, CPU).score(batch).logps
     assert all(headers["Authorization"] == "Bearer secret" for headers, _ in requests)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
         return (503, b"loading") if len(calls) in (1, 2, 4) else teacher(path, body)
 
     with serve_json(answer) as (url, _):
-        assert len(connect(url, None, CPU).score([5, 6, 7])) == 2
+        assert len(connect(url, None, CPU).score_tokens([5, 6, 7])) == 2
     assert len(calls) == 6
 
 

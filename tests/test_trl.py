@@ -133,7 +133,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     settings = DPOLossConfig(beta=beta, loss=loss)
     run.config = SimpleNamespace(dpo=settings)
     batch = dpo.make_batch(run, examples)
-    batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
+    batch.ref_logps = Worker(worker_config(reference), device).score(batch).logps
     loss_fn = partial(dpo.preference_loss, settings)
     result = update(name, device, batch, loss_fn, keep_groups_together=True)
     model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
@@ -190,7 +190,7 @@ def test_kto_loss(tmp_path, device):
     run.worker = Worker(worker_config(name, max_length_per_device=120, lr=1e-4), device, False, 1)
     run.reference = Worker(worker_config(reference), device)
     batch = dpo.make_batch(run, examples)
-    batch.ref_logps = run.reference.infer(batch).logps
+    batch.ref_logps = run.reference.score(batch).logps
     batch.reference_point = dpo.find_reference_point(run, batch)
     result = run.worker.update(batch, partial(dpo.preference_loss, settings))
 
@@ -233,7 +233,7 @@ def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_
     run.tokenizer.pad_token = run.tokenizer.eos_token
     assert ids[0, -1] == run.tokenizer.pad_token_id == 2
     batch = rm.make_batch(run, examples)
-    values = Worker(worker_config(name), device, critic=True).infer(batch).values
+    values = Worker(worker_config(name), device, critic=True).score(batch).values
     scores = (values * (batch.token_weights > 0)).sum(1)
     model = AutoModelForSequenceClassification.from_pretrained(name)
     expected = model(input_ids=ids, attention_mask=attention_mask).logits[:, 0].detach()

@@ -359,7 +359,7 @@ def test_a_step_in_parts_is_the_same_step(name, monkeypatch, device):
 
 
 def test_a_new_value_head_starts_at_zero(name, device):
-    values = Worker(worker_config(name), device, True, 4).infer(make_batch()).values
+    values = Worker(worker_config(name), device, True, 4).score(make_batch()).values
     assert values.abs().max() == 0
 
 
@@ -367,5 +367,5 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(name, device):
     """bf16 has only 128 numbers from 1 to 2, so rewards of similar replies would be equal."""
     batch = make_batch()
     worker = Worker(worker_config(make_critic(name), dtype="bfloat16"), device, True, 4)
-    values = worker.infer(batch).values[batch.mask > 0]
+    values = worker.score(batch).values[batch.mask > 0]
     assert (values != values.bfloat16()).float().mean() > 0.9

@@ -213,7 +213,7 @@ def _compare(
     differences = (actual - expected).abs()
     if not differences.max() <= SCORE_TOLERANCE:  # also if it is NaN
         return f"its {kind} are not those of transformers, by up to {differences.max():.2g}"
-    with torch.no_grad():  # as `Worker.infer` runs it
+    with torch.no_grad():  # as `Worker.score` runs it
         inferred = packed_columns(model, batch)
     if not (inferred - actual).abs().max() <= SCORE_TOLERANCE:
         return f"its {kind} without a gradient are not those with one"

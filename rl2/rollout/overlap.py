@@ -10,7 +10,7 @@ The samplers do one after the other, and answer in the same order. So timing cha
 repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
 steps are requested; a checkpoint waits for them and holds them.
 
-`Samplers` is what the trainers see. `serve` is the loop of the samplers,
+`SamplerProcesses` is what the trainers see. `serve` is the loop of the samplers,
 which have the engines.
 """
 
@@ -38,7 +38,7 @@ class Handover:
     rows_done: int
 
 
-class Samplers(Sampling):
+class SamplerProcesses(Sampling):
     """The processes that sample, as the trainers see them. All trainers make the same calls.
 
     `begin` restores them before the first request.

@@ -14,8 +14,8 @@ from rl2.rollout.trajectory import Trajectory
 class Sampling:
     """What a run of PPO samples with. All processes that train make the same calls.
 
-    `Colocated` has an engine in each process that trains, `Samplers` engines on processes of their
-    own, and `SavedRollouts` the rollouts of another run, without an engine.
+    `Colocated` has an engine in each process that trains, `SamplerProcesses` engines on processes
+    of their own, and `SavedRollouts` the rollouts of another run, without an engine.
     """
 
     # Whether the old policy of the loss is the one that sampled, and not the actor before the

@@ -18,7 +18,7 @@ from rl2.rollout.trajectory import FilterStatus, Trajectory, in_order
 from rl2.run.success import reward_metric
 
 
-def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
+def take_samples(trajectories: list[Trajectory]) -> list[Sample]:
     """Takes the samples out of all trajectories, in the order of the data.
 
     Their memory is free again when they have become a batch. If rollout.filter left none, returns

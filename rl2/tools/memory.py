@@ -31,7 +31,7 @@ from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_lo
 from rl2.trainer.ppo_run import make_models
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
-from rl2.worker import Loss, Reference, Worker
+from rl2.worker import Loss, SharedReference, Worker
 
 # What a GPU holds besides tensors: contexts of CUDA and NCCL, SGLang's graphs, gaps between
 # tensors. An estimate that has not been measured.
@@ -185,12 +185,12 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     teacher = models.teacher if has_full_kl(config) else None
     for worker in (models.reference, models.teacher):
         if worker is not None and worker is not teacher:
-            worker.infer(make_batch(worker, inference=True))
+            worker.score(make_batch(worker, inference=True))
     if needs_old_logps(config) or config.actor.log_entropy:
         rollout = make_batch(actor, inference=True)
-        actor.infer(rollout, with_entropy=config.actor.log_entropy)
+        actor.score(rollout, with_entropy=config.actor.log_entropy)
     if critic is not None:
-        critic.infer(make_batch(critic, inference=True))
+        critic.score(make_batch(critic, inference=True))
         recorder.update(critic, make_batch(critic), partial(critic_loss, config.critic))
     recorder.update(
         actor,
@@ -234,7 +234,7 @@ def run_offline(config: OfflineConfig, recorder: PlanRecorder, device: torch.dev
     )
     if reference is not None:
         recorder.enter("infer")
-        reference.infer(make_batch(inference=True))
+        reference.score(make_batch(inference=True))
     recorder.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
     recorder.enter("save")
     for _, weight in worker.iter_full_weights(worker.dtype):
@@ -251,7 +251,7 @@ def longest_row(config: Config) -> int:
 
 
 def full_batch(
-    worker: Worker | Reference,
+    worker: Worker | SharedReference,
     longest: int,
     rows: int,
     row_multiple: int = 1,

@@ -32,7 +32,7 @@ def train(run: OfflineRun) -> None:
     """The whole algorithm.
 
     Every process holds the same `batch` and runs the same lines. The workers split the work of
-    `update` and `infer`.
+    `update` and `score`.
     """
     config = run.config.dpo
     loss_fn = partial(preference_loss, config)
@@ -40,13 +40,13 @@ def train(run: OfflineRun) -> None:
     if needs_reference(config):
         run.reference = run.worker.reference()
         for test in run.test_batches.values():
-            test.ref_logps = run.reference.infer(test).logps
+            test.ref_logps = run.reference.score(test).logps
     run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         if run.reference is not None:
             with run.recorder.phase("reference"):
-                batch.ref_logps = run.reference.infer(batch).logps
+                batch.ref_logps = run.reference.score(batch).logps
                 if needs_reference_point(config.loss):
                     batch.reference_point = find_reference_point(run, batch)
         with run.recorder.phase("update"):
@@ -90,7 +90,7 @@ def find_reference_point(run: OfflineRun, batch: Batch) -> Tensor:
     """Returns KTO's z0 of the policy before the update, once for each row of the batch [B]."""
     assert run.reference is not None
     other = mismatch(batch, run.config.data.max_length)
-    logps, ref_logps = run.worker.infer(other).logps, run.reference.infer(other).logps
+    logps, ref_logps = run.worker.score(other).logps, run.reference.score(other).logps
     assert logps is not None and ref_logps is not None
     return losses.reference_point(logps, ref_logps, other.mask).expand(len(batch.mask))
 

@@ -21,7 +21,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.recorder import Recorder
 from rl2.report.health import with_names
 from rl2.run.folder import RunFolder
-from rl2.worker import Loss, Reference, UpdateResult, Worker
+from rl2.worker import Loss, SharedReference, UpdateResult, Worker
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
 
@@ -44,7 +44,7 @@ class OfflineRun:
         self.config = config
         self.make_batch = make_batch
         self.measure = measure
-        self.reference: Worker | Reference | None = None  # `train` of DPO loads it
+        self.reference: Worker | SharedReference | None = None  # `train` of DPO loads it
         [self.worker_name] = worker_names(config)
         device = init_distributed()
         folder = RunFolder(config)
@@ -92,7 +92,7 @@ class OfflineRun:
 
     def measure_loss(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
         """Returns the loss on test rows, and its metrics."""
-        loss, tensors = loss_fn(batch, self.worker.infer(batch))
+        loss, tensors = loss_fn(batch, self.worker.score(batch))
         metrics = {name: value.item() for name, value in {"loss": loss, **tensors}.items()}
         if compares_pairs(self.config):
             share, num_pairs = min(1.0, metrics["accuracy"]), len(batch.mask) // 2

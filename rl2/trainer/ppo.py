@@ -34,7 +34,7 @@ from rl2.rollout.stats import (
     mask_truncated,
     reward_parts,
     summarise_step,
-    training_samples,
+    take_samples,
 )
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, StepResult
@@ -61,7 +61,7 @@ def train_step(run: PPORun, step: int) -> StepResult:
     # The engine answers every prompt several times, and the environment rewards the answers.
     with recorder.phase("rollout"):
         trajectories = run.collect(step)
-        batch = collate(training_samples(trajectories))
+        batch = collate(take_samples(trajectories))
     metrics = summarise_step(trajectories, run.actor.version)
     if "ages" in find_policy_loss(actor.loss).needs:
         add_ages(batch, trajectories, run.actor.version)
@@ -135,9 +135,9 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     """
     actor = run.config.actor
     if run.reference is not None:
-        batch.ref_logps = run.reference.infer(batch, temperature).logps
+        batch.ref_logps = run.reference.score(batch, temperature).logps
     if run.scoring_teacher is not None:
-        batch.teacher_logps = run.scoring_teacher.infer(batch, temperature).logps
+        batch.teacher_logps = run.scoring_teacher.score(batch, temperature).logps
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
@@ -146,14 +146,14 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     needs_pass = needs_old_logps(run.config) and not uses_sampler
     scores = TokenScores()
     if needs_pass or logs_entropy:
-        scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
+        scores = run.actor.score(batch, temperature, with_entropy=logs_entropy)
     if uses_sampler:
         batch.old_logps = batch.engine_logps
     elif needs_pass:
         batch.old_logps = scores.logps
 
     if run.critic is not None:
-        batch.values = run.critic.infer(batch).values
+        batch.values = run.critic.score(batch).values
     if scores.entropy is None:
         return {}
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}

@@ -32,13 +32,13 @@ from rl2.parallel.rank import is_first_rank
 from rl2.ppo_setup import Teacher, set_up, start_engine
 from rl2.recorder import Recorder
 from rl2.report.loggers import MetricsLog
-from rl2.rollout.overlap import Samplers, Serving, serve
+from rl2.rollout.overlap import SamplerProcesses, Serving, serve
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.stats import add_token_columns, to_records
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.signals import StopSignal
-from rl2.worker import Reference, Worker
+from rl2.worker import SharedReference, Worker
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Models:
 
     actor: Worker
     critic: Worker | None
-    reference: Worker | Reference | None
+    reference: Worker | SharedReference | None
     teacher: Worker | None
 
     @property
@@ -100,7 +100,7 @@ class PPORun:
         if saved is not None:
             self.sampling = saved
         elif setup.link is not None:
-            self.sampling = Samplers(
+            self.sampling = SamplerProcesses(
                 setup.link,
                 num_steps,
                 max_staleness=config.rollout.max_staleness or 1,
@@ -155,7 +155,7 @@ class PPORun:
 
     def wait_for_samplers(self) -> None:
         """Waits for the rollout of the next step, with rollout.num_processes."""
-        if isinstance(self.sampling, Samplers):
+        if isinstance(self.sampling, SamplerProcesses):
             with self.recorder.phase("wait"):
                 self.sampling.wait()
 

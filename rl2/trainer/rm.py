@@ -25,7 +25,7 @@ def train(run: OfflineRun) -> None:
     """The whole algorithm.
 
     Every process holds the same `batch` and runs the same lines. The worker splits the work of
-    `update` and `infer`.
+    `update` and `score`.
     """
     run.recorder.begin()
     for step in run.recorder.remaining_steps():

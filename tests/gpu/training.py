@@ -113,7 +113,7 @@ def offload_run(name, device, batch, offload):
     config = worker_config(name, lr=1e-3, offload_model=offload, offload_optimizer=offload)
     actor = Worker(config, device, num_updates=10)
     updates = [actor.update(batch, policy_loss).to_log() for _ in range(3)]
-    logps = actor.infer(batch).logps
+    logps = actor.score(batch).logps
     weight_gib = sum(4 * parameter.numel() for parameter in actor.model.parameters()) / 2**30
     held = allocated_gib() / weight_gib
     figure = f"held_{'with' if offload else 'without'}_offloading"

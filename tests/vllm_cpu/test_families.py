@@ -99,7 +99,7 @@ def answer(engine):
 
 def gap(worker, batch):
     """Mean difference of the engine's log-probabilities and the worker's."""
-    difference = (worker.infer(batch).logps - batch.engine_logps).abs()
+    difference = (worker.score(batch).logps - batch.engine_logps).abs()
     return (difference * batch.mask).sum().item() / batch.mask.sum().item()
 
 
