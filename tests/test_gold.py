@@ -90,10 +90,17 @@ def test_rows_of_which_no_answer_is_judged_are_not_tried(tmp_path, text):
     assert not [warning for warning in preflight(env, rows, max_turns) if "gold" in warning]
 
 
-def test_several_turns_may_earn_what_the_first_does_not(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "max_turns"),
+    [
+        ("def interact(messages): return []", 2),
+        ("class make_env:\n    def step(self, message): return {'done': True}", 1),
+    ],
+)
+def test_what_follows_the_first_reply_may_earn_more(tmp_path, more, max_turns):
     """So nothing is said if no gold answer earns more than a wrong one."""
-    text = "def reward_fn(messages, answer): return 0.0\ndef interact(messages): return []"
-    assert preflight(load_text(tmp_path, text), answers("2"), 2) == []
+    text = f"def reward_fn(messages, answer): return 0.0\n{more}"
+    assert preflight(load_text(tmp_path, text), answers("2"), max_turns) == []
 
 
 def test_a_column_called_solution_has_gold_answers(tmp_path):

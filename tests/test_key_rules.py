@@ -138,7 +138,7 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
         ("lambda x: (x.logps, {'logp': x.logps.mean()})", "the metric logp of shape []"),
         ("lambda x: (x.logps, None)", "metrics of type NoneType: return (losses, metrics)"),
         ("lambda x: (x.logps.detach(), {})", "no gradient: they have to depend on the logps"),
-        ("lambda x: (x.logps.log(), {})", "losses that are not finite"),
+        ("lambda x: (x.logps / x.mask, {})", "losses that are not finite"),
         ("lambda x: ((x.logps - x.logps.detach()).abs().sqrt(), {})", "its gradient is not finite"),
         ("PolicyLoss(lambda x: (x.logps, {}), vanishes_without_advantage=True)", "do not declare"),
         ("lambda x: (x.logps + x.advantages[:, 1:], {})", "(line 4 of own.py)"),
