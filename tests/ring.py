@@ -62,7 +62,7 @@ class Pack:
 
 
 def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Checks values and gradients of a pack."""
+    """Checks values, gradients and isolation of a pack."""
     ring = Ring(group)
     part = zigzag(as_pack(pack.cu, pack.prefixes), ring.size, ring.rank)
     rows = part.tokens[0]
@@ -70,7 +70,8 @@ def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -
     ours = [x[:, :, rows].clone().requires_grad_() for x in pack.inputs]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
     sinks = [x.clone().requires_grad_() for x in pack.sinks]
-    out = attend(None, *ours, SCALE, pack.window, *sinks)
+    options = SCALE, pack.window, *sinks
+    out = attend(None, *ours, *options)
     gradients = torch.autograd.grad(out, ours + sinks, pack.d_out[:, rows] * has_tokens)
     expected_out, *expected_gradients = expected
     bound = TOLERANCE[pack.dtype] * max(1, *(x.abs().max() for x in expected))
@@ -86,6 +87,21 @@ def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -
         for i, name in enumerate("qkv"):
             error = (gradients[i].double() - expected_gradients[i][:, :, rows]).abs().max()
             assert error <= bound, (name, pack)
+    check_isolation(pack.cu, pack.prefixes, rows, pack.inputs, attend, out, options)
+
+
+def check_isolation(cu, prefixes, rows, full, attend, out, options):
+    """Checks that NaN in all other groups changes no bit of the first group."""
+    start = cu[prefixes[0][2]]
+    end = cu[prefixes[0][1]]
+    is_first_group = (rows >= start) & (rows < end)
+    poisoned = [x[:, :, rows].clone() for x in full]
+    for x in poisoned:
+        x[:, :, ~is_first_group] = float("nan")
+    poisoned_out = attend(None, *poisoned, *options)
+    assert torch.equal(poisoned_out[:, is_first_group], out[:, is_first_group]), (
+        "another document leaked in"
+    )
 
 
 def make_packs() -> list[Pack]:
