@@ -10,12 +10,10 @@ import torch
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.engine import sglang
-from rl2.engine.base import EngineSettings
 from rl2.parallel.device import GIB
 from rl2.parallel.worlds import buckets
 
 GPU = torch.device("cuda:0")
-SETTINGS = EngineSettings("model", torch.bfloat16, GPU, rank=0, world_size=1)
 
 
 def test_weights_that_travel_together_have_one_dtype_and_fit_a_bucket():
