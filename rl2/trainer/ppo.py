@@ -261,7 +261,10 @@ def actor_loss(
     old_policy_is_sampler: bool = False,
     teacher_coef: float = 1.0,
 ) -> losses.LossAndMetrics:
-    """The actor's loss on whole sequences [b, T]: policy gradient, KL terms and entropy bonus."""
+    """The actor's loss on whole sequences [b, T]: policy gradient, KL terms and entropy bonus.
+
+    `old_policy_is_sampler` as of the run's `Sampling`: batch.old_logps are the engine's then.
+    """
     logps, weights = scores.logps, batch.token_weights
     # With one update a rollout the current policy is the old one.
     old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
@@ -289,7 +292,7 @@ def actor_loss(
     loss, metrics = losses.policy_loss(
         token_losses, inputs, weights, correction, config.off_policy_mask
     )
-    if not old_policy_is_sampler:  # else the old policy's are the engine's
+    if not old_policy_is_sampler:
         mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
         metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
