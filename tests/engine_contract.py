@@ -188,14 +188,18 @@ def check_stop_tokens(generations, stop_ids):
         )
 
 
-def abort_all(engine, prompts, seconds, max_new_tokens):
-    """The answers to requests that are aborted after some seconds."""
-    params = SamplingParams(max_new_tokens=max_new_tokens)
+def abort_all(engine, prompts, max_new_tokens):
+    """The answers to requests that are aborted when the first of them would have 10 tokens.
+
+    A request of 10 tokens is sent before them and tells when: no machine is too fast or too slow.
+    """
+    begun, whole = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=max_new_tokens)
 
     async def generate_and_abort():
-        calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts)]
+        first = asyncio.ensure_future(engine.generate(prompts[0], begun, (8, 0)))
+        calls = [engine.generate(prompt, whole, (7, i)) for i, prompt in enumerate(prompts)]
         tasks = [asyncio.ensure_future(call) for call in calls]
-        await asyncio.sleep(seconds)
+        await first
         while not all(task.done() for task in tasks):
             engine.abort()
             await asyncio.sleep(0.05)
@@ -204,13 +208,13 @@ def abort_all(engine, prompts, seconds, max_new_tokens):
     return engine.loop.run_until_complete(generate_and_abort())
 
 
-def check_abort(engine, prompts, model, seconds):
-    """Aborts more requests than the engine runs at a time, after some seconds.
+def check_abort(engine, prompts, model):
+    """Aborts more requests than the engine runs at a time.
 
     Each request returns its tokens so far. A new request can continue them.
     """
     prompts = prompts * 4
-    generations = abort_all(engine, prompts, seconds, max_new_tokens=300)
+    generations = abort_all(engine, prompts, max_new_tokens=300)
     assert all(out.finish_reason == "abort" for out in generations)
     assert all(len(out.tokens) == len(out.logps) < 300 for out in generations)
     assert any(out.tokens for out in generations) and not all(out.tokens for out in generations)
@@ -239,11 +243,10 @@ def check_other_weights(engine, actor, prompts, name):
     engine.verify_weights(full_weights(actor), actor.version)
 
 
-def check_contract(engine, settings, actor, package, seconds_to_abort=0.5):
+def check_contract(engine, settings, actor, package):
     """Checks the whole contract of a new engine of `package`, with float32 weights of `actor`.
 
-    `seconds_to_abort` are more than a prompt takes and less than 300 tokens. All ranks call. If the
-    settings have stop strings, these are checked too.
+    All ranks call. If the settings have stop strings, these are checked too.
     """
     check_attributes(engine, settings)
     check_verification(engine, actor, package)
@@ -256,7 +259,7 @@ def check_contract(engine, settings, actor, package, seconds_to_abort=0.5):
         check_refused(engine, [], "no tokens", max_new_tokens=1)
         check_refused(engine, [98], "vocabulary", max_new_tokens=1)
         check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
-        check_abort(engine, prompts, model, seconds_to_abort)
+        check_abort(engine, prompts, model)
     if settings.stop:
         check_stop_strings(engine, prompts, make_tokenizer())
     check_other_weights(engine, actor, prompts, settings.model_name)

@@ -91,7 +91,7 @@ def test_the_contract(device, tmp_path, family, tied, deterministic):
     )
     actor = Worker(worker_config(name, lr=0.05, max_grad_norm=1.0), device, num_updates=8)
     engine = LocalEngine(settings)
-    check_contract(engine, settings, actor, "the engine", seconds_to_abort=0.1)
+    check_contract(engine, settings, actor, "the engine")
     engine.close()
 
 

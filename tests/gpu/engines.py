@@ -113,7 +113,7 @@ def contract(kind, max_running_requests):
     check_refused(engine, [], "no tokens", max_new_tokens=1)
     check_refused(engine, [1024], "vocabulary", max_new_tokens=1)
     engine.verify_weights(actor.iter_full_weights(dtype), actor.version)
-    aborted = abort_all(engine, prompts * 8, seconds=0.3, max_new_tokens=400)
+    aborted = abort_all(engine, prompts * 8, max_new_tokens=400)
     assert all(len(out.tokens) == len(out.logps) <= 400 for out in aborted)
     assert any(out.finish_reason == "abort" for out in aborted)
     engine.sleep()  # immediately afterwards
