@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import re
+import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     assert (first["time/step"], first["time/update"], first["time/other"]) == (7, 3, 4)
     assert (second["time/step"], second["time/save"], second["time/other"]) == (3.25, 2, 1.25)
     assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # it counts KiB
+    assert second["memory/peak_gib"] == pytest.approx(peak_bytes / 2**30, rel=0.01)
 
 
 def test_the_warnings_of_a_step_are_in_its_line_told_once_and_counted(

@@ -26,6 +26,7 @@ from scripted import (  # noqa: F401
     write_nothing,
 )
 
+from rl2 import progress
 from rl2.batch import Batch, Sample, collate
 from rl2.data.examples import Example
 from rl2.env.load import load_env
@@ -58,9 +59,13 @@ TOOL_ENV = """
 """
 
 
-def test_length_limits_end_a_trajectory(tmp_path):
+def test_length_limits_end_a_trajectory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", -1)  # a line for each group
     collector, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
     assert collector.play(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
+    collector.play(prompts, PARAMS, 1, "test", 1)
+    titles = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert titles == ["rollout", "test"]
     collector, prompts, _ = make(
         tmp_path, lambda *_: ("=1", "stop"), TOOL_ENV, max_turns=9, max_length=90
     )
