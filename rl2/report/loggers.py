@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,6 @@ from rl2.run.weights_hash import hash_weights
 
 Keys = dict[str, Any]  # all of a config, as nested sections
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
-
-
-class Logger(Protocol):
-    """What every logger does. Only the first process has loggers."""
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Writes the metrics of a finished step."""
-
-    def close(self) -> None:
-        """Ends the service. Nothing is logged after it."""
 
 
 class Wandb:
@@ -69,7 +59,7 @@ class Wandb:
         self.run.finish()
 
 
-def start_wandb(folder: Path, config: Keys) -> Logger | None:
+def start_wandb(folder: Path, config: Keys) -> Wandb | None:
     """Weights & Biases; None, after printing why, where it cannot be used."""
     try:
         return Wandb(folder, config)
@@ -101,7 +91,7 @@ class MetricsLog:
         self.workers = workers or {}
         self.phase_seconds: dict[str, float] = {}
         self.file: MetricsFile | None = None
-        self.loggers: list[Logger] = []
+        self.loggers: list[Console | Wandb] = []
         self.health = Health(folder, config, start_step)
         if dist.get_rank() == 0:
             if "wandb" in config.trainer.loggers and not config.trainer.disable_wandb:
