@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl2.report.learning import find_lack_of_learning
-from rl2.run.records import NOT_METRICS, Record, find_steps, read_lines, read_yaml, step_of
+from rl2.run.records import NOT_METRICS, Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 MAX_HEADLINES = 6  # with more test sets, the others are among the curves
@@ -51,8 +51,8 @@ def write_page(folders: list[Path], path: Path) -> None:
 def _read_run(folder: Path, num_bytes: int) -> Record:
     """Returns what the page has of a run, with at most `num_bytes` of answers."""
     lines, num_broken = read_lines(folder / "metrics.jsonl")
-    config = read_yaml(folder / "config.yaml")
-    if not lines and config is None:
+    config = read_object(folder / "config.yaml")
+    if not lines and not config:
         raise ValueError(
             f"{folder} is not the folder of a run: it has neither config.yaml nor a line in "
             "metrics.jsonl. Give the trainer.save_dir of a run"
@@ -67,7 +67,7 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         "num_broken": num_broken,
         "metrics": {name: [line.get(name) for line in shown] for name in names},
         "config": config,
-        "record": read_yaml(folder / "run.json"),
+        "record": read_object(folder / "run.json"),
         "headlines": find_headlines(lines, saved_score(config)),
         "warnings": _gather_warnings(lines),
         "num_rollouts": {split: len(files) for split, files in splits.items() if files},

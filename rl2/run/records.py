@@ -50,13 +50,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_yaml(path: Path) -> Record | None:
-    """Returns the content of config.yaml or run.json; None if it is missing or broken."""
-    with suppress(DamagedFile):
-        return read_object(path) or None
-    return None
-
-
 def parse_yaml(text: str) -> Any:
     """Reads YAML, ten times as fast where PyYAML has libyaml."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

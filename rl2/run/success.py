@@ -54,8 +54,7 @@ def held_out_results(metrics: Mapping[str, Any], part: str | None) -> dict[tuple
     return results
 
 
-def saved_score(config: Any) -> str | None:
-    """Returns rollout.score of the content of a config.yaml, which may be old or damaged."""
-    section = config.get("rollout") if isinstance(config, dict) else None
-    part = section.get("score") if isinstance(section, dict) else None
-    return part if isinstance(part, str) else None
+def saved_score(config: Mapping[str, Any]) -> str | None:
+    """Returns rollout.score of the content of a config.yaml, which may be of an old run."""
+    part: str | None = config.get("rollout", {}).get("score")
+    return part

@@ -19,7 +19,7 @@ import numpy as np
 
 from rl2.error_report import print_answer
 from rl2.report.page import prompt_of, reward_of
-from rl2.run.records import Record, find_steps, read_lines, read_yaml, step_of
+from rl2.run.records import Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
@@ -77,7 +77,7 @@ def main() -> None:
 
 def common_score(runs: list[Path]) -> str | None:
     """Returns rollout.score of the runs. ValueError if they have different ones."""
-    parts = {saved_score(read_yaml(run / "config.yaml")) for run in runs}
+    parts = {saved_score(read_object(run / "config.yaml")) for run in runs}
     if len(parts) > 1:
         names = ", ".join(sorted("null" if part is None else part for part in parts))
         raise ValueError(f"the runs have different rollout.score: {names}; choose with --score")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl2.error_report import print_answer
 from rl2.run.lock import Holding, look_at_lock
-from rl2.run.records import DamagedFile, Record, read_lines, read_object
+from rl2.run.records import Record, read_lines, read_object
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
 # What became of a run that has not ended with the model of its last step.
@@ -30,7 +30,7 @@ class Summary:
     num_steps: int | None = None  # of the whole run
     success: list[str] = field(default_factory=list)  # names and values: last step, last evaluation
     state: str = "unknown"  # or running, finished, stopped, failed, killed
-    problems: list[str] = field(default_factory=list)
+    problem: str = ""
 
     def cells(self) -> list[str]:
         """Returns the cells of the table's line."""
@@ -77,12 +77,11 @@ def find_runs(top: Path) -> Iterator[Path]:
 
 
 def summarise(folder: Path) -> Summary:
-    """Returns what the files of a run say. What cannot be read is among its problems."""
+    """Returns what the files of a run say. If one of them cannot be read, that is its problem."""
     run = Summary(folder)
-    config = read(folder / "config.yaml", run)
-    record = read(folder / "run.json", run)
-    holding = look_at_lock(folder)
     try:
+        config = read_object(folder / "config.yaml")
+        record = read_object(folder / "run.json")
         if record:
             run.trainer = record["identity"]["trainer"].removesuffix("Config").lower()
             run.num_steps = record["starts"][-1].get("num_steps")
@@ -91,25 +90,14 @@ def summarise(folder: Path) -> Summary:
         if steps:
             run.step = steps[-1]["step"]
             run.success = find_success(steps, saved_score(config))
-        is_evaluation = "trainer" in config and config["trainer"].get("eval_only") is True
-    except (OSError, LookupError, TypeError, AttributeError) as error:
-        run.problems.append(f"its files are not those of a run of rl2: {error!r}")
+        is_evaluation = config.get("trainer", {}).get("eval_only") is True
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        run.problem = f"its files are damaged, or not those of a run: {error!r}"
         return run
     if num_broken:
-        run.problems.append(f"metrics.jsonl has {num_broken} broken lines")
-    if not config and not record and holding == "never":
-        run.problems.append("this is no run of rl2, or its config.yaml and run.json are lost")
-    run.state = find_state(run, record, holding, is_evaluation)
+        run.problem = f"metrics.jsonl has {num_broken} broken lines"
+    run.state = find_state(run, record, look_at_lock(folder), is_evaluation)
     return run
-
-
-def read(path: Path, run: Summary) -> Record:
-    """Returns a file of keys and values; {} without one, or with a problem if it is damaged."""
-    try:
-        return read_object(path)
-    except DamagedFile as error:
-        run.problems.append(f"{path.name} is damaged: {error.reason}")
-        return {}
 
 
 def find_success(lines: list[Record], score: str | None) -> list[str]:
@@ -155,4 +143,4 @@ def format_table(runs: list[Summary]) -> list[str]:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
-    return lines + [f"{run.folder}: {problem}" for run in runs for problem in run.problems]
+    return lines + [f"{run.folder}: {run.problem}" for run in runs if run.problem]
