@@ -8,7 +8,6 @@ state of torch's random numbers.
 import asyncio
 import gc
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from rl2 import cleanup, progress
 from rl2.algorithms.find import forget_files
 from rl2.config.arguments import Arguments, take_keys
-from rl2.config.parse import compose, make_config
-from rl2.config.problem import ConfigError, general_problem, refuse
-from rl2.python_inputs import FOLDER, Inputs
+from rl2.config.parse import make_config
+from rl2.config.problem import general_problem, refuse
+from rl2.python_inputs import Inputs
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import user_errors
 from rl2.run.watchdog import Watchdog
@@ -52,7 +51,8 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
                 "own: call torch.distributed.destroy_process_group() first"
             )
         with _paused_event_loop(), _own_process():
-            config = _make_config(root, inputs)
+            config = make_config(root, take_keys(root, inputs.values, Arguments()))
+            inputs.write(Path(config.trainer.save_dir))
             _start(start, config)
             return Path(config.trainer.save_dir).absolute()
     finally:
@@ -71,21 +71,6 @@ def train_job(start: Callable[[Any], None], config: Any) -> None:
 def _start(start: Callable[[Any], None], config: Any) -> None:
     with Watchdog(config.trainer.watchdog), suppress(AllStepsDone):
         start(config)
-
-
-def _make_config(root: type, inputs: Inputs) -> Any:
-    """Returns the checked config. Its input files are in the run folder."""
-    draft = compose(root, take_keys(root, inputs.values, Arguments()))
-    if draft.config is None:
-        raise ConfigError(draft.arguments.problems)
-    folder = Path(draft.config.trainer.save_dir)
-    inputs.write(folder)  # which the checks of the config look for
-    try:
-        return make_config(root, take_keys(root, inputs.list_values(folder), Arguments()))
-    except ConfigError:
-        if inputs.files and os.listdir(folder) == [FOLDER]:
-            shutil.rmtree(folder)
-        raise
 
 
 @contextmanager

@@ -34,9 +34,11 @@ class InputFile:
     suffix: str
     text: str
 
-    def path(self, run_folder: Path) -> Path:
+    @property
+    def path(self) -> str:
+        """The path in the run folder."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return run_folder / FOLDER / f"{self.title}-{digest[:HASH_LENGTH]}{self.suffix}"
+        return f"{FOLDER}/{self.title}-{digest[:HASH_LENGTH]}{self.suffix}"
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Inputs:
     """Keys that Python code sets, and the files that other keys name."""
 
     values: dict[str, Any] = field(default_factory=dict)  # by key
-    files: dict[str, InputFile] = field(default_factory=dict)  # by key
+    files: list[InputFile] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)  # by key: what has set it
 
     def set_keys(self, tree: Mapping[str, Any]) -> None:
@@ -53,8 +55,14 @@ class Inputs:
             self.set_value(key, key, value)
 
     def set_value(self, argument: str, key: str, value: Any) -> None:
-        """Sets the key that an argument of `rl2.train` stands for. ValueError if it has a value."""
-        self._claim(key, argument)
+        """Sets the key that an argument of `rl2.train` stands for.
+
+        ValueError if another argument has set it, or a part of it.
+        """
+        for other_key, other in self.arguments.items():
+            if f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}."):
+                raise ValueError(f"{other} and {argument}: both set {key}; give one of them")
+        self.arguments[key] = argument
         self.values[key] = _plain(value)
 
     def set_rows(self, argument: str, key: str, rows: Any) -> None:
@@ -62,41 +70,31 @@ class Inputs:
         if isinstance(rows, str | PurePath):
             self.set_value(argument, key, rows)
             return
-        self._claim(key, argument)
         title = re.sub(r"\W+", "_", argument).strip("_")
-        self.files[key] = InputFile(title, ".jsonl", write_rows(argument, rows))
+        self._set_file(argument, key, InputFile(title, ".jsonl", write_rows(argument, rows)))
 
     def set_functions(self, functions: Mapping[str, Callable]) -> None:
         """Sets rollout.env_path to the record of the functions."""
-        key = "rollout.env_path"
-        self._claim(key, ", ".join(functions))
-        self.files[key] = InputFile("env", ".py", record_functions(functions))
+        file = InputFile("env", ".py", record_functions(functions))
+        self._set_file(", ".join(functions), "rollout.env_path", file)
 
-    def list_values(self, run_folder: Path) -> dict[str, Any]:
-        """Returns the values of all keys, those of files among them."""
-        paths = {key: str(file.path(run_folder)) for key, file in self.files.items()}
-        return {**self.values, **paths}
+    def _set_file(self, argument: str, key: str, file: InputFile) -> None:
+        self.set_value(argument, key, f"${{trainer.save_dir}}/{file.path}")
+        self.files.append(file)
 
     def write(self, run_folder: Path) -> None:
         """Writes the files that are not there yet.
 
         The folder need not be locked: what has the name of a file has its content.
         """
-        for file in self.files.values():
-            path = file.path(run_folder)
+        for file in self.files:
+            path = run_folder / file.path
             if path.exists():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(file.text, encoding="utf-8")
             partial.replace(path)
-
-    def _claim(self, key: str, argument: str) -> None:
-        """ValueError if another argument has set the key, or a part of it."""
-        for other_key, other in self.arguments.items():
-            if f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}."):
-                raise ValueError(f"{other} and {argument}: both set {key}; give one of them")
-        self.arguments[key] = argument
 
 
 def _plain(value: Any) -> Any:

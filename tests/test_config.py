@@ -96,12 +96,6 @@ def test_the_mistakes_of_a_recipe_have_its_name(base):
     assert (problem.key, problem.source) == ("actor.lrr", "unknown.yaml")
 
 
-def test_a_missing_env_is_named_once(base):
-    for key in ("rollout.env_path", "rollout.env_path.a"):
-        [problem] = find_problems("ppo", [f"{key}=gsm9k", "data.path={a:train.jsonl}"])
-        assert problem.key == key and problem.text.count("gsm9k") == 1
-
-
 def test_keys_of_another_machine_have_no_problems(base):
     """For a plan: what they name need not be here, and they may be missing."""
 

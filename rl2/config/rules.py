@@ -7,7 +7,6 @@ rules are asked, so that the user sees all problems at once.
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from rl2.config.schema import (
     worker_names,
 )
 from rl2.config.values import declared_key, get_value, show_value
-from rl2.user_files import find_env_file
 
 Row = tuple[str, str]
 
@@ -88,7 +86,6 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
 }
 
 TORCH_OF_4_BITS = "2.13"  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
 def validate(config: Config, set_keys: set[str]) -> list[Problem]:
@@ -101,18 +98,16 @@ def validate(config: Config, set_keys: set[str]) -> list[Problem]:
     rows += useless_keys(config, set_keys, {key for key, _ in rows})
     rows += wrong_data(config.data)
     for name, model in loaded_models(config).items():
-        rows += wrong_model(f"{name}.model_name", model.model_name or "")
-        if name != "teacher":  # which lies in memory as the actor
+        if isinstance(model, WorkerConfig):  # the teacher lies in memory as the actor
             rows += wrong_layout(name, model, count_samplers(config))
             rows += wrong_lengths(config, name, model)
-        if isinstance(model, WorkerConfig):
             rows += wrong_worker(name, model)
     if isinstance(config, DPOConfig):
         rows += wrong_dpo(config)
     if isinstance(config, PPOConfig):
         for rule in (wrong_envs, wrong_teacher, wrong_loss, wrong_rollout, wrong_engine):
             rows += rule(config)
-    return [*as_problems(config, rows), *missing_envs(config)]
+    return list(as_problems(config, rows))
 
 
 def as_problems(config: Config, rows: Iterable[Row]) -> Iterator[Problem]:
@@ -265,7 +260,7 @@ def loaded_models(config: Config) -> dict[str, ModelConfig]:
 
 
 def wrong_data(data: DataConfig) -> Iterator[Row]:
-    """Paths of rows, of a chat template and of a system prompt that name nothing."""
+    """Rows that no path names; a chat template and a system prompt that are no files."""
     for key, path in {**data.train_paths, **data.test_paths}.items():
         if not isinstance(path, str):
             yield (
@@ -273,11 +268,6 @@ def wrong_data(data: DataConfig) -> Iterator[Row]:
                 ": expected a path, of several files the folder that they are in, or NAME=PATH for "
                 "each of several sets",
             )
-            continue
-        is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
-        if is_local and not Path(path).expanduser().exists():
-            hint = "; give the folder, since * is not expanded" if "*" in path else ""
-            yield key, f": no such file or folder{hint}"
     if data.path == {}:
         yield "data.path", ": it names no source; write data.path.NAME=PATH"
     template, prompt = data.chat_template, data.system_prompt_file
@@ -285,16 +275,6 @@ def wrong_data(data: DataConfig) -> Iterator[Row]:
         yield "data.chat_template", ": no such file; or choose plain"
     if prompt is not None and not prompt.is_file():
         yield "data.system_prompt", ": no such file"
-
-
-def wrong_model(key: str, name: str) -> Iterator[Row]:
-    """A folder that holds no model. A missing name is reported elsewhere."""
-    is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if name and Path(name).is_dir():
-        if not Path(name, "config.json").exists():
-            yield key, ": this folder holds no model (no config.json)"
-    elif is_local:
-        yield key, ": no such folder; a model of the hub is owner/name"
 
 
 def wrong_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[Row]:
@@ -354,7 +334,7 @@ def wrong_worker(name: str, worker: WorkerConfig) -> Iterator[Row]:
     """What is wrong in the section of a trained model."""
     if len(worker.betas) != 2:
         yield f"{name}.betas", " has to be two rates, as [0.9,0.999]"
-    if worker.optimizer_dir and not is_folder(worker.optimizer_dir):
+    if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
         yield f"{name}.optimizer_dir", " is no folder"
     if worker.lora_rank > 0 and not installed_version("peft"):
         yield f"{name}.lora_rank", " needs the package peft: pip install 'rl2[lora]'"
@@ -376,14 +356,10 @@ def wrong_dpo(config: DPOConfig) -> Iterator[Row]:
 
 
 def wrong_envs(config: PPOConfig) -> Iterator[Row]:
-    """Env files that are no Python; names of envs that are not those of all sources."""
+    """Envs that no path names; names of envs that are not those of all sources."""
     for key, path in config.rollout.env_paths.items():
         if not isinstance(path, str):
             yield key, ": expected a path or the name of a ready-made env"
-            continue
-        with suppress(ValueError):  # which `missing_envs` reports
-            if path and find_env_file(path).suffix != ".py":  # a missing key is reported elsewhere
-                yield key, ": this is not a Python file (.py)"
     env_path, data = config.rollout.env_path, config.data
     paths = {**data.train_paths, **data.test_paths}
     sources = {source_name(key) for key, path in paths.items() if path}
@@ -396,17 +372,6 @@ def wrong_envs(config: PPOConfig) -> Iterator[Row]:
         if "" in sources:
             text += "; name the other with data.path.NAME=PATH or data.test_path.NAME=PATH"
         yield "rollout.env_path", text
-
-
-def missing_envs(config: Config) -> Iterator[Problem]:
-    """Env files that do not exist, in the words of what looks for them."""
-    paths = config.rollout.env_paths if isinstance(config, PPOConfig) else {}
-    for key, path in paths.items():
-        try:
-            if path and isinstance(path, str):
-                find_env_file(path)
-        except ValueError as error:
-            yield Problem(key, path, str(error))
 
 
 def wrong_teacher(config: PPOConfig) -> Iterator[Row]:
@@ -465,10 +430,8 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
 
 def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
     """What is wrong in what is sampled, or read in its place."""
-    rollout, saved = config.rollout, config.trainer.rollouts_from
-    if saved and not is_folder(saved):
-        yield "trainer.rollouts_from", " is no folder"
-    if saved and "ages" in policy_loss_needs(config.actor.loss):
+    rollout = config.rollout
+    if config.trainer.rollouts_from and "ages" in policy_loss_needs(config.actor.loss):
         yield (
             "trainer.rollouts_from",
             f" excludes actor.loss={config.actor.loss}, which needs `ages` of tokens in updates: "
@@ -539,7 +502,3 @@ def wrong_engine(config: PPOConfig) -> Iterator[Row]:
     if num_samplers:
         remark = " of rollout.num_processes"
         yield from not_divisible("rollout.tp_size", tp_size, num_samplers, remark)
-
-
-def is_folder(path: str) -> bool:
-    return Path(path).is_dir()
