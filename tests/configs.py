@@ -1,7 +1,9 @@
 """Helpers of the tests of the config: commands that pass, and the problems of a command."""
 
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -51,6 +53,15 @@ FILES = {
     "binary.yaml": "\0",
     "right.yaml": "actor:\ntrainer:\n  max_steps: 100\n",
 }
+
+
+def key_types(kind: Any, prefix: str = "") -> Iterator[tuple[str, set[Any]]]:
+    """The types that each key of a config class may have."""
+    for name, annotation in get_type_hints(kind).items():
+        if is_dataclass(annotation):
+            yield from key_types(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", {annotation, *get_args(annotation)}
 
 
 def write_files(folder: Path) -> None:

@@ -20,6 +20,7 @@ from common import (
     preference_inputs,
     unpaired_inputs,
 )
+from configs import key_types
 from torch.nn.functional import softplus
 
 from rl2.algorithms import losses, names
@@ -52,7 +53,6 @@ from rl2.algorithms.losses import (
     weighted_kl,
 )
 from rl2.batch import collate
-from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
@@ -813,7 +813,7 @@ def test_a_built_in_function_depends_on_what_it_declares_alone(declared):
 
 def keys_of_terms():
     """("kl.type", "loss") and every number of the actor, with a value that has an effect."""
-    numbers = [name for name, key in schema_keys(PPOConfig).items() if float in key.types]
+    numbers = [name for name, types in key_types(PPOConfig) if float in types]
     return [("kl.type", "loss"), *((n, 1.5) for n in numbers if n.startswith("actor."))]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from common import ROOT
-from configs import BASE, ROOTS, find_problems, problem_keys, write_files
+from configs import BASE, ROOTS, find_problems, key_types, problem_keys, write_files
 from omegaconf import OmegaConf
 
 from rl2.config.arguments import read_arguments
@@ -27,11 +27,12 @@ def folder(tmp_path, monkeypatch):
 def numeric_keys(wanted):
     """The name and the Key of every key of all trainers, one of whose types is among `wanted`."""
     for root in ROOTS.values():
-        for name, key in schema_keys(root).items():
-            if wanted.intersection(key.types):
-                yield name, key
+        for name, types in key_types(root):
+            if wanted & types or name == AUTO_OR_NUMBER:
+                yield name, schema_keys(root)[name]
 
 
+AUTO_OR_NUMBER = "rollout.gpu_memory_utilization"
 # Rewards, and so what is compared with them or multiplies them, may be any number.
 OF_REWARDS = {"rollout.filter", "rollout.reward_weights"}
 

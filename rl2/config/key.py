@@ -1,11 +1,9 @@
 """How the schema declares a key: its default, help, range and choices, in the field's metadata."""
 
 import math
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 # Types that say the bounds of their key.
 PositiveInt = Annotated[int, ("above", 0)]
@@ -29,13 +27,12 @@ class Key:
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
     is_section: bool = False
-    types: tuple[Any, ...] = ()  # by default those of the field's annotation
     default: Any = None  # of the field
 
     @property
     def leader(self) -> str:
         """The key whose value this one has unless it is set; "" if there is none."""
-        is_reference = isinstance(self.default, str) and re.fullmatch(r"\$\{[\w.]+\}", self.default)
+        is_reference = isinstance(self.default, str) and self.default.startswith("${")
         return self.default[2:-1] if is_reference else ""
 
     def broken_bounds(self, value: Any) -> Iterator[str]:
@@ -101,41 +98,18 @@ def schema_keys(root: type) -> dict[str, Key]:
 
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
     """The sections and keys of a config class, and of the sections in it."""
-    types = get_type_hints(kind)  # without ranges
+    # A subclass that only changes the default declares a field without `key` or `section`.
+    declared: dict[str, Field[Any]] = {}
+    for parent in reversed(kind.__mro__[:-1]):
+        declared |= {entry.name: entry for entry in fields(parent) if "key" in entry.metadata}
     for entry in fields(kind):
-        name = f"{prefix}{entry.name}"
-        declared = _find_declaration(kind, entry.name)
-        info: Key = declared.metadata["key"]
-        make = entry.default_factory
-        bounds = _bounds_of_type(declared.type)
+        name, make = f"{prefix}{entry.name}", entry.default_factory
+        info: Key = declared[entry.name].metadata["key"]
+        bounds = _bounds_of_type(declared[entry.name].type)
         wider = {bound: value for bound, value in bounds.items() if getattr(info, bound) is None}
-        found = replace(
-            info,
-            types=info.types or _members(types[entry.name]),
-            default=entry.default if make is MISSING else make(),
-            **wider,
-        )
-        yield name, found
-        if is_dataclass(entry.default_factory):
-            yield from _walk(entry.default_factory, f"{name}.")
-
-
-def _find_declaration(kind: Any, name: str) -> "Field[Any]":
-    """The field in the nearest class that declares it with `key` or `section`.
-
-    A subclass that only changes the default declares it without.
-    """
-    for parent in kind.__mro__[:-1]:
-        declared: Field[Any] | None = parent.__dataclass_fields__.get(name)
-        if declared is not None and "key" in declared.metadata:
-            return declared
-    raise TypeError(f"{kind.__name__}.{name} is declared without key(default, help)")
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; the type itself if it is none."""
-    is_union = get_origin(annotation) in (Union, UnionType)
-    return get_args(annotation) if is_union else (annotation,)
+        yield name, replace(info, default=entry.default if make is MISSING else make(), **wider)
+        if is_dataclass(make):
+            yield from _walk(make, f"{name}.")
 
 
 def _bounds_of_type(annotation: Any) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def wrong_choices(config: Config) -> Iterator[Row]:
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
-                choices = [*key.choices, "a number"] if float in key.types else key.choices
-                yield name, f": choose {', '.join(choices)}"
+                number = [] if key.above is None else ["a number"]
+                yield name, f": choose {', '.join([*key.choices, *number])}"
 
 
 def empty_values(config: Config, set_keys: set[str]) -> Iterator[Row]:

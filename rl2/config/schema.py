@@ -8,7 +8,6 @@ A subclass that only changes a default writes a plain `name: type = default`; th
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -53,17 +52,12 @@ def source_name(key: str) -> str:
 
 @dataclass
 class DataConfig:
-    path: Any = key(
+    path: Any = key(  # OmegaConf has no union of texts and dicts
         MISSING,
         "training rows (a file, a folder or a dataset name); a dataset of the hub is NAME or "
         "NAME@SPLIT; mix several sources with data.path.NAME=PATH",
-        types=(str, dict),  # OmegaConf has no union of them
     )
-    test_path: Any = key(
-        None,
-        "rows to evaluate on; several sets are data.test_path.NAME=PATH",
-        types=(str, dict, NoneType),
-    )
+    test_path: Any = key(None, "rows to evaluate on; several sets are data.test_path.NAME=PATH")
     test_ratio: NonNegativeFloat = key(
         0.0, "fraction of the training rows to hold out as test rows", below=1
     )
@@ -113,10 +107,6 @@ class DataConfig:
         path = Path(value).expanduser()
         is_one_word = len(value.split()) == 1  # a sentence may end with the name of a file
         return path if is_one_word or path.is_file() else None
-
-    @property
-    def has_test_rows(self) -> bool:
-        return bool(self.test_path or self.test_ratio)
 
 
 @dataclass
@@ -383,7 +373,6 @@ class RolloutConfig:
         MISSING,
         "a Python file or the name of a ready-made env; the file defines reward_fn, interact, "
         "make_env, run or play; rollout.env_path.NAME=PATH for each of several sources",
-        types=(str, dict),
     )
     max_turns: PositiveInt = key(
         1, "most assistant turns per trajectory, or requests per agent; more than 1 calls tools"
@@ -431,7 +420,6 @@ class RolloutConfig:
         choices=("auto",),
         above=0,
         at_most=1,
-        types=(float, str),
     )
     exact: bool | None = key(
         None, "equal log-probabilities in engine and trainer, to the bit; by default if possible"
