@@ -3,6 +3,7 @@
 rl2/env/processes.py starts it. Nothing of the trainer is imported here.
 """
 
+import ctypes
 import inspect
 import json
 import os
@@ -20,12 +21,16 @@ from rl2.env.session import Sessions
 from rl2.output import outlive_readers
 from rl2.user_files import import_env_file
 
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent has ended
+
 
 def serve(descriptor: int, path: str) -> None:
     """Imports the env file `path` and answers calls on the socket until the trainer closes it.
 
     A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
     """
+    if sys.platform == "linux":  # else it ends after its call, since the socket has ended
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix.
     outlive_readers()
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
@@ -65,16 +70,3 @@ def _event_loop() -> Any:
     import asyncio  # here, since few envs need it and every process would load it
 
     return asyncio.new_event_loop()
-
-
-def end_groups() -> None:
-    """Kills process groups when the trainer has ended, however it ended.
-
-    Lines of the standard input name groups: first when a group starts, again when it has ended.
-    """
-    groups: set[int] = set()
-    for line in sys.stdin:
-        groups ^= {int(line)}
-    for group in groups:
-        with suppress(OSError):
-            os.killpg(group, signal.SIGKILL)

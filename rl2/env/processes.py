@@ -23,23 +23,14 @@ from rl2.env.threads import LoopThread
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
-# How often to look whether a killed process has ended. It may hang, as on a lost disk.
-ENDING_LOOKS = 1000
-LOOK_SECONDS = 0.01
-
-
-def start_python(code: str, stdin: int, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen:
-    """Starts a process that runs `code` with rl2/env/child.py as `child`.
-
-    It leads a process group, which is killed as a whole.
-    """
-    start = f"import sys; sys.path = {list(map(str, sys.path))}; from rl2.env import child; {code}"
-    command = [sys.executable, "-c", start]
-    return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, start_new_session=True)
+ENDING_SECONDS = 10.0  # that a killed process may take to end; it may hang, as on a lost disk
 
 
 class EnvProcess:
-    """A process that has imported the env file `path`, and a socket to it."""
+    """A process that has imported the env file `path`, and a socket to it.
+
+    It leads a process group, which is killed as a whole. It ends with the thread that starts it.
+    """
 
     def __init__(self, path: str):
         self.is_busy = False  # with a call
@@ -48,14 +39,21 @@ class EnvProcess:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
-            code = f"child.serve({theirs.fileno()}, {path!r})"
+            code = (
+                f"import sys; sys.path = {list(map(str, sys.path))}; from rl2.env import child; "
+                f"child.serve({theirs.fileno()}, {path!r})"
+            )
             try:
-                self._process = start_python(code, subprocess.DEVNULL, (theirs.fileno(),))
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
             except OSError as error:
                 self._socket.close()
                 text = f"a process of the environment cannot start: {error}"
                 raise EnvError(text) from None
-        self.group = self._process.pid
 
     async def ask(self, request: bytes) -> dict[str, Any]:
         """Sends `request` and returns the answer.
@@ -75,12 +73,10 @@ class EnvProcess:
     async def end(self) -> str:
         """Kills the process and those that it has started. Returns how it ended."""
         with suppress(OSError):
-            os.killpg(self.group, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
-        for _ in range(ENDING_LOOKS):
-            if self._process.poll() is not None:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, ENDING_SECONDS)
         status = self._process.returncode or 0
         if status < 0:
             return f"signal {-status} ({signal.strsignal(-status)})"
@@ -99,7 +95,6 @@ class ProcessPool:
         self._size = size
         self._processes: list[EnvProcess] = []
         self._lost: set[Hashable] = set()  # trajectories whose state has ended with its process
-        self._guard = start_python("child.end_groups()", subprocess.PIPE)
         # No function of the env runs on this loop, so nothing blocks it.
         self._loop = LoopThread()
         self._freed = asyncio.Event()  # a process has ended its call
@@ -120,10 +115,6 @@ class ProcessPool:
         self._loop.submit(self._end_all()).result()
         self._loop.close()
         self._loop.thread.join()
-        assert self._guard.stdin is not None
-        with suppress(OSError):  # the guard was killed
-            self._guard.stdin.close()
-        self._guard.wait()
 
     async def _run(self, name: str, request: bytes, key: Hashable) -> Any:
         process = await self._free_process(key)
@@ -161,17 +152,12 @@ class ProcessPool:
             free = [process for process in homes or self._processes if not process.is_busy]
             is_crowded = not free or (key is not None and all(process.keys for process in free))
             if is_crowded and not homes and len(self._processes) < self._size:
-                return self._start()
+                self._processes.append(EnvProcess(self.path))
+                return self._processes[-1]
             if free:
                 return min(free, key=lambda process: len(process.keys))
             self._freed.clear()
             await self._freed.wait()
-
-    def _start(self) -> EnvProcess:
-        process = EnvProcess(self.path)
-        self._processes.append(process)
-        self._toggle_group(process.group)
-        return process
 
     async def _import(self, process: EnvProcess) -> None:
         name = "the import of the env file in a process"
@@ -211,16 +197,7 @@ class ProcessPool:
             return ""
         self._processes.remove(process)
         self._lost |= process.keys
-        how = await process.end()
-        self._toggle_group(process.group)
-        return how
+        return await process.end()
 
     async def _end_all(self) -> None:
         await asyncio.gather(*map(self._end, list(self._processes)))
-
-    def _toggle_group(self, number: int) -> None:
-        """Tells the guard that a process group has started, or that it has ended."""
-        assert self._guard.stdin is not None
-        with suppress(OSError):  # the guard was killed
-            self._guard.stdin.write(b"%d\n" % number)
-            self._guard.stdin.flush()
