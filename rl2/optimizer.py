@@ -19,7 +19,6 @@ from rl2.parallel.offload import (
     wait_for_copies,
     zeros_like_all,
 )
-from rl2.rounding import ceil_div
 
 # A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
 ShardedParameter = Any
@@ -268,7 +267,7 @@ class WeightSample:
         for parameter in parameters:
             if parameter.dtype != compute_dtype:
                 # The rows do not depend on how many parts there are, up to where each begins.
-                every = ceil_div(parameter.numel(), SAMPLED_WEIGHTS)
+                every = math.ceil(parameter.numel() / SAMPLED_WEIGHTS)
                 rows = local_shard(parameter).detach()[::every].clone()
                 self.before.append((parameter, every, rows))
 

@@ -4,6 +4,7 @@ Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rl2.batch import Batch, Pack, scored_spans
-from rl2.rounding import ceil_div
 
 Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
 
@@ -150,12 +150,12 @@ def _fill_bins(units: list[Bin], num_ranks: int, budget: int, kind: str) -> list
     units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
     # No bin holds more than the budget, or two units of more than half of it.
     fewest_bins = max(
-        ceil_div(sum(unit.tokens for unit in units), budget),
+        math.ceil(sum(unit.tokens for unit in units) / budget),
         sum(2 * unit.tokens > budget for unit in units),
     )
     # `too_few` micro-batches cannot hold all units. The strides of the search double until it has
     # found enough of them, and then halve.
-    too_few = max(1, ceil_div(fewest_bins, num_ranks)) - 1
+    too_few = max(1, math.ceil(fewest_bins / num_ranks)) - 1
     stride = 1
     while (bins := _place_units(units, (too_few + stride) * num_ranks, budget)) is None:
         too_few += stride

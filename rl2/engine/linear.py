@@ -1,5 +1,6 @@
 """The linear layers of the embedded engine: packed weights on a CPU, and the head."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2.attention.pages import MIN_ROWS, exact_factors
-from rl2.rounding import ceil_div
 
 
 def pack_linear_layers(model: Any, max_rows: int, exact: bool) -> None:
@@ -65,7 +65,7 @@ def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
 def repeat_rows(weight: Tensor, count: int) -> Tensor:
     """The first `count` rows of the weight, from the first one on again if it has fewer."""
-    return weight[:count].repeat(ceil_div(count, len(weight)), 1)[:count]
+    return weight[:count].repeat(math.ceil(count / len(weight)), 1)[:count]
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
