@@ -15,9 +15,9 @@ OTHERS = ("agents", "teacher.py", *ENGINES)
 
 
 def remove(package: Path, feature: str) -> None:
-    """Deletes a file of rl2/model, and what rl2/model/attachments.py imports of it."""
+    """Deletes a file of rl2/model, and what rl2/model/features.py imports of it."""
     (package / f"model/{feature}.py").unlink()
-    table = package / "model/attachments.py"
+    table = package / "model/features.py"
     text = table.read_text()
     found = re.search(rf"from rl2.model.{feature} import (.*)\n", text)
     for name in found[1].split(", ") if found else ():

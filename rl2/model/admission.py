@@ -26,8 +26,8 @@ from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.model.attachment import ModelSettings
-from rl2.model.attachments import attach_all
 from rl2.model.classes import idle_parts, language_model_class
+from rl2.model.features import attach_all
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag

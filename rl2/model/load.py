@@ -24,8 +24,8 @@ from rl2.attention.ring import Ring, keep_attention
 from rl2.config.conditions import Exactness
 from rl2.model.admission import admit
 from rl2.model.attachment import Attachment, ModelSettings
-from rl2.model.attachments import attach_all
 from rl2.model.classes import idle_parts, language_model_class
+from rl2.model.features import attach_all
 from rl2.model.token_model import TokenModel
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
 from rl2.parallel import fsdp, tensor

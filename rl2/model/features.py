@@ -11,7 +11,7 @@ from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import Towers
 
 # In the order in which they attach.
-ATTACHMENTS: list[type[Attachment]] = [
+FEATURES: list[type[Attachment]] = [
     Towers,
     Adapters,
     RecurrentLayers,
@@ -28,5 +28,5 @@ def attach_all(settings: ModelSettings, hf: Any) -> list[Attachment]:
 
     ValueError for a feature that the model cannot have.
     """
-    attached = [kind.attach(settings, hf) for kind in ATTACHMENTS]
+    attached = [kind.attach(settings, hf) for kind in FEATURES]
     return [part for part in attached if part is not None]
