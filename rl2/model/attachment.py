@@ -43,8 +43,6 @@ class Attachment:
 
     repeats_prompts = False
     """a shared prompt runs once for each of its answers"""
-    uncounted_weights = 0
-    """weights that the parameters do not count, since they are stored in fewer bytes"""
     inexact: str | None = None
     """why the model cannot have the bits of the embedded engine, in words"""
 

@@ -47,7 +47,6 @@ class Adapters(Attachment):
     def __init__(self, config: WorkerConfig, hf: PreTrainedModel):
         self.config = config
         self.quantized = {f"{layer}.weight" for layer in nf4.nf4_layers(hf)}
-        self.uncounted_weights = nf4.uncounted_weights(hf)
 
     @classmethod
     def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Adapters | None":

@@ -132,11 +132,3 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
 def nf4_layers(hf: nn.Module) -> dict[str, Nf4Linear]:
     """The layers that are stored in 4 bits, by name."""
     return {name: part for name, part in hf.named_modules() if isinstance(part, Nf4Linear)}
-
-
-def uncounted_weights(hf: nn.Module) -> int:
-    """How many weights more `hf` has than its parameters have values, some of which are bytes."""
-    count = 0
-    for layer in nf4_layers(hf).values():
-        count += layer.in_features * layer.out_features - layer.weight.numel()
-    return count

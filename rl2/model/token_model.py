@@ -83,8 +83,7 @@ class TokenModel(nn.Module):
         self.repeats_prompts = any(part.repeats_prompts for part in attachments)
         self.iter_weights: Callable[[Read], Iterator[tuple[str, DTensor]]]
         self.iter_weights = partial(own_weights, hf)
-        uncounted = sum(part.uncounted_weights for part in attachments)
-        self.attention_cost = attention_cost(hf, uncounted)
+        self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
         self.logit_cap = logit_cap(hf.config)
@@ -179,12 +178,12 @@ def own_weights(
         yield name, read(parameter)
 
 
-def attention_cost(hf: PreTrainedModel, uncounted_weights: int = 0) -> float:
+def attention_cost(hf: PreTrainedModel) -> float:
     """The c in n + c n^2, which a sequence of n tokens costs in units of a token's matrix products.
 
     The forward pass of n tokens takes 2 n FLOPs a weight, and causal attention 2 n^2 FLOPs a layer
-    and query channel, so c is layers x query channels / weights. `uncounted_weights` are added to
-    those that the parameters count.
+    and query channel, so c is layers x query channels / weights. Where weights are in 4 bits their
+    bytes are counted, so c is up to 1.8 times that: it only says which sequences run together.
     """
     config = hf.config.get_text_config()
     head_dim = config.hidden_size // config.num_attention_heads
@@ -193,7 +192,7 @@ def attention_cost(hf: PreTrainedModel, uncounted_weights: int = 0) -> float:
     except RuntimeError:  # layers differ (Gemma 4), and an estimate is enough
         pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
-    size = uncounted_weights + sum(parameter.numel() for parameter in hf.parameters())
+    size = sum(parameter.numel() for parameter in hf.parameters())
     for _, part in idle_parts(hf):
         size -= sum(parameter.numel() for parameter in part.parameters())
     return channels / size
