@@ -153,20 +153,9 @@ def _fill_bins(units: list[Bin], num_ranks: int, budget: int, kind: str) -> list
         math.ceil(sum(unit.tokens for unit in units) / budget),
         sum(2 * unit.tokens > budget for unit in units),
     )
-    # `too_few` micro-batches cannot hold all units. The strides of the search double until it has
-    # found enough of them, and then halve.
-    too_few = max(1, math.ceil(fewest_bins / num_ranks)) - 1
-    stride = 1
-    while (bins := _place_units(units, (too_few + stride) * num_ranks, budget)) is None:
-        too_few += stride
-        stride *= 2
-    while stride > 1:
-        stride //= 2
-        fewer_bins = _place_units(units, (too_few + stride) * num_ranks, budget)
-        if fewer_bins is None:
-            too_few += stride
-        else:
-            bins = fewer_bins
+    num_micro_batches = max(1, math.ceil(fewest_bins / num_ranks))
+    while (bins := _place_units(units, num_micro_batches * num_ranks, budget)) is None:
+        num_micro_batches += 1
     return bins
 
 
