@@ -27,7 +27,6 @@ MUON_MOMENTUM = 0.95
 # Of Newton-Schulz iterations a X + b (X X^T) X + c (X X^T)^2 X, as in torch.optim.Muon.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-SAMPLED_WEIGHTS = 2**14  # of each parameter, in measuring what an update changes
 
 
 class AdamW:
@@ -253,43 +252,6 @@ def clip_gradient_(parameters: Iterable[ShardedParameter], max_norm: float) -> f
     norm = all_reduce_sum_(total).sqrt().item()
     torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
     return norm
-
-
-class WeightSample:
-    """Some weights before an optimizer step: how much of the step do the compute weights show?
-
-    `compute_dtype` is the dtype that the weights are rounded to for the forward pass.
-    """
-
-    def __init__(self, parameters: Iterable[ShardedParameter], compute_dtype: torch.dtype):
-        self.compute_dtype = compute_dtype
-        self.before: list[tuple[ShardedParameter, int, torch.Tensor]] = []
-        for parameter in parameters:
-            if parameter.dtype != compute_dtype:
-                # The rows do not depend on how many parts there are, up to where each begins.
-                every = math.ceil(parameter.numel() / SAMPLED_WEIGHTS)
-                rows = local_shard(parameter).detach()[::every].clone()
-                self.before.append((parameter, every, rows))
-
-    def visible_update(self) -> float | None:
-        """Returns the share of the step's first-order effect that the compute weights show.
-
-        The effect is the sum of gradient x change of the weight, over the sampled weights of all
-        processes: of the rounded weights as a share of that of the weights themselves. It is about
-        1 where rounding hides nothing, and may be above. None if no weight is rounded, or none has
-        moved. Call it before the gradients are cleared. All processes must call.
-        """
-        if not self.before:
-            return None
-        sums = []
-        for parameter, every, before in self.before:
-            gradient = local_shard(parameter.grad)[::every]
-            after = local_shard(parameter).detach()[::every]
-            shown = after.to(self.compute_dtype).float() - before.to(self.compute_dtype).float()
-            effects = [(gradient * change).sum() for change in (shown, after - before)]
-            sums.append(torch.stack(effects).double() * _num_shards(parameter))
-        shown, whole = all_reduce_sum_(torch.stack(sums).sum(0)).tolist()
-        return shown / whole if whole else None
 
 
 def _num_shards(parameter: ShardedParameter) -> int:

@@ -24,7 +24,7 @@ from rl2.model.attachment import ModelSettings
 from rl2.model.exact import EngineCheck
 from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.token_model import TokenScores, own_weights
-from rl2.optimizer import AdamW, Muon, WeightSample, clip_gradient_, hidden_matrices, schedule
+from rl2.optimizer import AdamW, Muon, clip_gradient_, hidden_matrices, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -57,9 +57,6 @@ class UpdateResult:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool  # no weight moved: the gradient was not finite, or the loss asked for it
-    # The share of the update that the compute weights show; None if no weight moved, or if the
-    # compute weights are the trained ones.
-    visible_update: float | None
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
     reported: dict[str, float]  # by the attachments of the model
 
@@ -211,14 +208,13 @@ class Worker:
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
-            norm, lr, skipped, visible_update = self._step(skip is not None and skip(sums))
+            norm, lr, skipped = self._step(skip is not None and skip(sums))
         mean_loss = sums.pop("loss")
         return UpdateResult(
             loss=mean_loss,
             grad_norm=norm,
             lr=lr,
             skipped=skipped,
-            visible_update=visible_update,
             metrics=sums,  # without the loss
             reported=reported,
         )
@@ -370,10 +366,10 @@ class Worker:
         sums = torch.stack([totals[name].to(self.mesh.device) for name in names])
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
 
-    def _step(self, skip: bool) -> tuple[float, float, bool, float | None]:
+    def _step(self, skip: bool) -> tuple[float, float, bool]:
         """Clips the gradient, steps and clears it.
 
-        Returns the fields of UpdateResult from `grad_norm` to `visible_update`.
+        Returns the fields of UpdateResult from `grad_norm` to `skipped`.
 
         A gradient that is not finite is skipped too: no weight moves, and the schedule does not
         either. Where no token is trained the gradient is 0: the schedule moves on, and the weights
@@ -392,16 +388,13 @@ class Worker:
             config.min_lr_ratio,
         )
         skip = skip or not math.isfinite(norm)
-        visible_update = None
         if not skip:
             if norm > 0:
-                sample = WeightSample(parameters, self.dtype)
                 self.optimizer.step(lr)
-                visible_update = sample.visible_update()
             self.version += 1
         for parameter in parameters:
             parameter.grad = None
-        return norm, lr, skip, visible_update
+        return norm, lr, skip
 
 
 def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -24,8 +24,6 @@ GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group"
 # A step without a group in rollout.filter has played all its refills. Three in a row are a problem.
 EMPTY_STEPS = 3
 SKIPPED_UPDATES = 10  # in a row, after which a run stops
-# Of an update's effect: rounding hides the rest. A rate that is too low for bfloat16 is far below.
-MIN_VISIBLE_UPDATE = 0.1
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
@@ -177,9 +175,6 @@ def find_problems(metrics: Metrics, config: Config) -> list[Problem]:
         reason = "the loss cannot fall further, or its rows have no token to train"
         problems.append(Problem("taught nothing", f"the gradient was exactly 0: {reason}"))
     for worker in ("actor", "critic"):
-        share = metrics.get(f"{worker}/visible_update", 1.0)
-        if share < MIN_VISIBLE_UPDATE:
-            problems.append(_describe_hidden_updates(worker, share, getattr(config, worker)))
         fraction = metrics.get(f"{worker}/skipped", 0.0)
         if fraction > 0:
             section = getattr(config, worker)
@@ -193,19 +188,6 @@ def find_problems(metrics: Metrics, config: Config) -> list[Problem]:
             reason = f"{cause}, so they moved no weight. {remedy}"
             problems.append(Problem(f"skipped updates of the {worker}", reason))
     return problems
-
-
-def _describe_hidden_updates(worker: str, share: float, section: Any) -> Problem:
-    """Says that rounding hides the updates of a worker."""
-    remedy = f"raise {worker}.lr={section.lr:g}"
-    if not section.dither_weights:
-        remedy += f", or set {worker}.dither_weights=true"
-    return Problem(
-        f"hid its update of the {worker}",
-        f"{worker}/visible_update={share:.2g}: most weights moved by less than bfloat16 resolves, "
-        f"so the model that computes hardly changed. The updates add up until they show; to see "
-        f"them at once {remedy}",
-    )
 
 
 def _updates_per_step(config: Config, worker: str) -> int:

@@ -9,7 +9,7 @@ const SECTIONS = [
   ["Reward", [/^reward\/mean$/, /^reward\//]],
   ["Held-out rows", [/^test\/(?!(.+\/)?(rollout|tokens))/]],
   ["Rollouts", [/^rollout\/(length|truncated|teaching|failed|turns)$/]],
-  ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|visible_update|clip_ratio|accuracy|margin)$/, /^critic\//]],
+  ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|clip_ratio|accuracy|margin)$/, /^critic\//]],
   ["Engine and trainer", [/^actor\/(mismatch|effective)/]],
   ["Sources", [/^sources\//]],
   ["Time and memory", [/^time\/step$/, /^(time|memory)\//, /^tokens\/per_second$/]],
