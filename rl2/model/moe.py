@@ -35,8 +35,7 @@ from rl2.attention.blocks import Layout
 from rl2.batch import Pack
 from rl2.config.schema import ActorConfig, WorkerConfig
 from rl2.model.attachment import Attachment, ModelSettings
-from rl2.model.classes import find_routers, language_model_class
-from rl2.model.shrink import FIRST_PLAIN_TOKEN, shrink
+from rl2.model.classes import find_routers
 from rl2.parallel.mesh import all_reduce_sum_
 
 CHOICE_DTYPE = torch.int16  # of the numbers of experts, as they travel
@@ -75,7 +74,7 @@ class FrozenRouters(Attachment):
 class Routing(Attachment):
     """What the routers of the model `hf` choose: told, or replaced by what another model chose.
 
-    ValueError for a model, which is called `name`, whose choices cannot be replayed.
+    ValueError for a model, which is called `name`, without a router.
     """
 
     def __init__(self, name: str, hf: PreTrainedModel):
@@ -88,7 +87,8 @@ class Routing(Attachment):
                 f"routing_replay=true: {name} ({hf.config.model_type}) has no router; leave the "
                 "key out"
             )
-        self.num_calls = _count_calls(name, hf.config)
+        self.name = name
+        self.num_calls: dict[int, int] = {}  # of torch.topk, in a forward pass of each router
         self._chosen: list[Tensor | None] = [None] * len(routers)
         for index, router in enumerate(routers):
             router.forward = partial(self._route, index, router.forward)
@@ -112,9 +112,22 @@ class Routing(Attachment):
         return torch.stack(chosen, 1).to("cpu", CHOICE_DTYPE)
 
     def _route(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of router `index`."""
+        """The forward pass of router `index`.
+
+        Some choose groups of experts first (DeepSeek-V3), so the first pass of a router runs twice,
+        to see how often it calls torch.topk. ValueError if it never does.
+        """
+        if index not in self.num_calls:
+            with torch.no_grad(), _TopK() as topk:
+                forward(*args, **kwargs)
+            if not topk.calls:
+                raise ValueError(
+                    f"routing_replay=true: the routers of {self.name} do not choose by torch.topk, "
+                    "so their choices cannot be replayed; leave the key out"
+                )
+            self.num_calls[index] = topk.calls
         replayed = None if self.replayed is None else self.replayed[:, index].long()
-        with _TopK(self.num_calls, replayed) as topk:
+        with _TopK(self.num_calls[index], replayed) as topk:
             output = forward(*args, **kwargs)
         self._chosen[index] = topk.chosen
         return output
@@ -126,7 +139,7 @@ class _TopK(TorchFunctionMode):
     With `replayed` [L, K] it gives these in the place of the largest values.
     """
 
-    def __init__(self, num_calls: int, replayed: Tensor | None = None):
+    def __init__(self, num_calls: int = 0, replayed: Tensor | None = None):
         super().__init__()
         self.num_calls = num_calls
         self.replayed = replayed
@@ -163,37 +176,6 @@ def find_router_layers(name: str, hf: PreTrainedModel) -> list[int]:
             "layer, as SGLang tells their choices; use rollout.engine=local"
         )
     return layers
-
-
-def _count_calls(name: str, config: PreTrainedConfig) -> int:
-    """How often each router calls torch.topk, seen in a small copy of the model.
-
-    Some choose groups of experts first (DeepSeek-V3). ValueError if a router never does, or if they
-    differ.
-    """
-    model_class = language_model_class(config)
-    with torch.random.fork_rng(devices=[]):
-        small = model_class.from_config(
-            shrink(model_class, config), attn_implementation="eager", dtype=torch.float32
-        )
-    counts = set()
-
-    def count(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _TopK(num_calls=0) as topk:
-            output = forward(*args, **kwargs)
-        counts.add(topk.calls)
-        return output
-
-    for router, _ in find_logit_routers(small):
-        router.forward = partial(count, router.forward)
-    with torch.no_grad():
-        small.base_model(torch.full((1, 4), FIRST_PLAIN_TOKEN), use_cache=False)
-    if len(counts) != 1 or 0 in counts:
-        raise ValueError(
-            f"routing_replay=true: the routers of {name} ({config.model_type}) do not choose by "
-            "torch.topk, so their choices cannot be replayed; leave the key out"
-        )
-    return counts.pop()
 
 
 def _choose_coefficient(config: WorkerConfig, model_config: PreTrainedConfig) -> float:
