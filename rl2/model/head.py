@@ -227,13 +227,9 @@ def full_kl(
 
     Models with the same tokens may pad their vocabularies to different sizes. Then both
     distributions are among the ids that both have; not with `group`, where the parts would not
-    have the same ids: ValueError.
+    have the same ids: PPO refuses that at the start.
     """
-    if group is not None and len(policy.weight) != len(teacher.weight):
-        raise ValueError(
-            f"the parts of the vocabulary have {len(policy.weight)} tokens in the policy and "
-            f"{len(teacher.weight)} in the teacher"
-        )
+    assert group is None or len(policy.weight) == len(teacher.weight)
     num_shared = min(len(policy.weight), len(teacher.weight))
     return _FullKL.apply(
         *_first_tokens(policy, num_shared),
