@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.presets import KEY, has_presets, load_presets
+from rl2.config.presets import KEY, describe_preset, has_presets, load_presets
 from rl2.config.problem import Problem, refuse
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import near_keys
@@ -100,9 +100,10 @@ def explain_usage(root: type) -> str:
 def explain_presets() -> str:
     """The presets and the keys that each sets."""
     lines = [f"{KEY}=NAME sets the keys of a published algorithm; those written beside it win:"]
-    for name, preset in load_presets().items():
-        lines.append(f"  {name}: {preset.title}")
-        lines.append(textwrap.indent(textwrap.fill(str(preset), _width() - 6), " " * 6))
+    for name in load_presets():
+        lines.append(f"  {name}")
+        text = textwrap.fill(describe_preset(name), _width() - 6)
+        lines.append(textwrap.indent(text, " " * 6))
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from rl2.config.arguments import Arguments, read_arguments
 from rl2.config.conditions import derive_keys
 from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
-from rl2.config.presets import KEY, NONE, has_presets, store_presets
+from rl2.config.presets import KEY, NONE, has_presets, load_presets
 from rl2.config.problem import ConfigError, Problem, general_problem, refuse, warn
 from rl2.config.rules import validate
 from rl2.config.values import unflatten
@@ -119,8 +119,10 @@ def make_config(root: type, arguments: Arguments) -> Any:
 def store_schema(root: type) -> str:
     """Gives Hydra's store the schema and the presets. Returns the name of the schema there."""
     name = f"rl2_{root.__qualname__}"
-    ConfigStore.instance().store(name, root)
-    store_presets()
+    store = ConfigStore.instance().store
+    store(name, root)
+    for preset, keys in {NONE: {}, **load_presets()}.items():
+        store(preset, unflatten(keys), group=KEY, package="_global_")
     return name
 
 

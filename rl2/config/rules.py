@@ -30,7 +30,7 @@ from rl2.config.conditions import (
 )
 from rl2.config.engines import choose_engine, has_gpu, installation_problems, installed_version
 from rl2.config.key import schema_keys
-from rl2.config.presets import explain_algorithm
+from rl2.config.presets import describe_preset, load_presets
 from rl2.config.problem import Problem
 from rl2.config.schema import (
     Config,
@@ -128,8 +128,9 @@ def wrong_choices(config: Config) -> Iterator[Row]:
             try:
                 CHOICES[name].check(value)
             except ValueError as error:
-                algorithm = explain_algorithm(value)
-                hint = f"{algorithm}; or " if algorithm else ""
+                hint = ""
+                if value in load_presets():  # it is the name of an algorithm
+                    hint = f"algo={value} sets {describe_preset(value)}; or "
                 yield name, f": {hint}{error}"
         elif key.choices:
             words = value if isinstance(value, list) else [value]

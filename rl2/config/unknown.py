@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.presets import ALGORITHM_KEYS, explain_algorithm, has_presets
+from rl2.config.presets import KEY, has_presets
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.values import declared_key, show_value
 
@@ -13,6 +13,7 @@ NEW_TOKENS = ("rollout.train_sampling_params.max_new_tokens",)
 # Usual names of other trainers whose keys here have no near name -> these keys, in any trainer.
 # docs/coming_from.md has more.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "algorithm": (KEY,),
     "batch_size": ("data.prompts_per_rollout", "data.batch_size"),
     "beta": ("kl.coef", "dpo.beta"),
     "clip_ratio": ("actor.clip",),
@@ -47,20 +48,18 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> str:
     """What to write instead of an unknown key."""
-    if name in ALGORITHM_KEYS and has_presets(known):
-        text = explain_algorithm(str(value)) or "set algo, such as algo=grpo"
-    else:
-        near = near_keys(name, [other for other in known if not known[other].is_section])
-        declared = declared_key(name)
-        others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
-        if others:  # it is no misspelled key, but may be in another section here
-            last_part = declared.rpartition(".")[2]
-            near = [key for key in near if key.endswith(f".{last_part}")]
-        text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
-        if others:
-            text = f"it is a key of {', '.join(others)}; {text}"
-        elif not near:
-            text += ", docs/coming_from.md those of other trainers"
+    keys = [other for other in known if not known[other].is_section]
+    near = near_keys(name, [*keys, KEY] if has_presets(known) else keys)
+    declared = declared_key(name)
+    others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
+    if others:  # it is no misspelled key, but may be in another section here
+        last_part = declared.rpartition(".")[2]
+        near = [key for key in near if key.endswith(f".{last_part}")]
+    text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
+    if others:
+        text = f"it is a key of {', '.join(others)}; {text}"
+    elif not near:
+        text += ", docs/coming_from.md those of other trainers"
     return f"unknown key {name}={show_value(value)}: {text}"
 
 
