@@ -11,7 +11,7 @@ import rl2
 from rl2.config.dropped import explain_dropped
 from rl2.config.help import answer_trainer
 from rl2.config.schema import TRAINER_CONFIGS
-from rl2.error_report import print_answer
+from rl2.output import outlive_readers
 
 
 class Command(NamedTuple):
@@ -62,9 +62,10 @@ def describe_version() -> str:
 
 def main() -> None:
     """Runs the command that the first argument names; without one it lists the commands."""
+    outlive_readers()  # such as `head`
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print_answer(describe_commands())
+        print(describe_commands())
         return
     if name in ("-V", "--version"):
         print(describe_version())

@@ -1,4 +1,4 @@
-"""Prints errors that a user can fix where people look for them, and answers to who asks."""
+"""Prints errors that a user can fix where people look for them."""
 
 import json
 import os
@@ -14,14 +14,6 @@ from safetensors import SafetensorError
 
 class Diverged(RuntimeError):
     """The weights are so large, or so far from numbers, that nothing can be computed with them."""
-
-
-def print_answer(text: str) -> None:
-    """Prints the text, whose reader, such as `head`, may close the pipe before its end."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report_error(text: str) -> None:

@@ -17,7 +17,6 @@ from rl2.config.problem import Problem, refuse
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import near_keys
 from rl2.config.values import get_value, show_value
-from rl2.error_report import print_answer
 from rl2.output import outlive_readers
 from rl2.parallel.rank import is_first_rank
 
@@ -25,11 +24,11 @@ from rl2.parallel.rank import is_first_rank
 def answer_trainer(name: str) -> None:
     """Answers --help of the trainer `name`, such as ppo, and ends the program then.
 
-    Else from here on the process outlives the readers of its output, and Ctrl-C ends it without a
+    From here on the process outlives the readers of its output, and Ctrl-C ends it without a
     traceback, until the run listens to signals.
     """
-    answer_help(TRAINER_CONFIGS[name], sys.argv[1:])
     outlive_readers()
+    answer_help(TRAINER_CONFIGS[name], sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -42,7 +41,7 @@ def answer_help(root: type, argv: list[str]) -> None:
         return
     text = describe(root, argv)
     if is_first_rank():
-        print_answer(text)
+        print(text)
     sys.exit(0)
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl2.error_report import print_answer
 from rl2.report.page import prompt_of, reward_of
 from rl2.run.records import Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import saved_score, score_of
@@ -72,7 +71,7 @@ def main() -> None:
         lines = describe(*recipes)
     except ValueError as error:
         parser.exit(2, f"rl2 compare: {error}\n")
-    print_answer("\n".join(lines))
+    print("\n".join(lines))
 
 
 def common_score(runs: list[Path]) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl2.error_report import print_answer
 from rl2.run.lock import Holding, look_at_lock
 from rl2.run.records import Record, read_lines, read_object
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
@@ -55,7 +54,7 @@ def main() -> None:
     names = ", ".join(map(str, folders))
     nothing = f"no runs in {names}: a run writes to trainer.save_dir, by default runs/NAME with "
     nothing += "trainer.experiment_name=NAME"
-    print_answer("\n".join(format_table(runs)) if runs else nothing)
+    print("\n".join(format_table(runs)) if runs else nothing)
 
 
 def find_runs(top: Path) -> Iterator[Path]:
