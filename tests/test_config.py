@@ -303,7 +303,7 @@ def test_help_names_sections_or_their_keys(base, capsys):
     for topic, included, left_out in [
         ([], "actor.model_name=...", "actor.lr"),
         (["actor"], "actor.share_prompts=true", "data.path"),
-        (["actor.clip"], "actor.clip=0.2", "actor.clip_high="),
+        (["actor.clip"], "actor.clip_high=null", "actor.dual_clip="),
         (["all"], "critic.lr=5e-06", "nothing"),
     ]:
         text = shown(["--help", *topic, "actor.lr=1"], capsys)

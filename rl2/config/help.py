@@ -3,11 +3,9 @@
 It is answered before a trainer is imported, which takes seconds: nothing here imports torch.
 """
 
-import shutil
 import signal
 import sys
 import textwrap
-from typing import Any
 
 from omegaconf import MISSING
 
@@ -15,10 +13,11 @@ from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, describe_preset, has_presets, load_presets
 from rl2.config.problem import Problem, refuse
 from rl2.config.schema import TRAINER_CONFIGS
-from rl2.config.unknown import near_keys
-from rl2.config.values import get_value, show_value
+from rl2.config.values import show_value
 from rl2.output import outlive_readers
 from rl2.parallel.rank import is_first_rank
+
+WIDTH = 80  # columns
 
 
 def answer_trainer(name: str) -> None:
@@ -48,28 +47,27 @@ def answer_help(root: type, argv: list[str]) -> None:
 def describe(root: type, argv: list[str]) -> str:
     """The help of the sections or keys that the arguments name, or of the trainer."""
     topics = [word for word in argv if not word.startswith("-") and "=" not in word]
-    if not topics:
-        return explain_usage(root)
-    if topics == [KEY] and has_presets(schema_keys(root)):
-        return explain_presets()
-    return "\n\n".join(explain(root, topic) for topic in topics)
+    return "\n\n".join(explain(root, topic) for topic in topics) or explain_usage(root)
 
 
 def explain(root: type, topic: str = "all") -> str:
-    """The full help of every key of `topic`: a section, a key or `all`."""
+    """The help of all keys, or of those whose names begin with `topic`; of the presets for algo."""
     known = schema_keys(root)
     lines = []
     for name, key in known.items():
-        is_in_topic = topic == "all" or f"{name}.".startswith(f"{topic}.")
-        if is_in_topic and not key.is_section:
-            lines.append(f"  {name}={_default(root, name)}")
-            text = textwrap.fill(_with_choices(key.help, key), _width() - 6)
-            lines.append(textwrap.indent(text, " " * 6))
-        elif is_in_topic and "." not in name:
+        if topic != "all" and not name.startswith(topic):
+            continue
+        if key.is_section:
             lines += ["", f"{name}: {key.help}"]
+            continue
+        default = "(required)" if key.default == MISSING else show_value(key.default)
+        lines += _entry(f"{name}={default}", _with_choices(key))
+    if topic == KEY and has_presets(known):
+        lines.append(f"{KEY}=NAME sets the keys of a published algorithm; those beside it win:")
+        for name in load_presets():
+            lines += _entry(name, describe_preset(name))
     if not lines:
-        near = ", ".join(near_keys(topic, list(known)) or ["all"])
-        message = f"--help {topic}: there is no such section or key; try {near}"
+        message = f"--help {topic}: no section or key begins so; --help lists the sections"
         refuse([Problem("--help", topic, message)])
     return "\n".join(lines).strip("\n")
 
@@ -96,32 +94,12 @@ def explain_usage(root: type) -> str:
     return "\n".join(lines)
 
 
-def explain_presets() -> str:
-    """The presets and the keys that each sets."""
-    lines = [f"{KEY}=NAME sets the keys of a published algorithm; those written beside it win:"]
-    for name in load_presets():
-        lines.append(f"  {name}")
-        text = textwrap.fill(describe_preset(name), _width() - 6)
-        lines.append(textwrap.indent(text, " " * 6))
-    return "\n".join(lines)
+def _entry(title: str, text: str) -> list[str]:
+    """The lines of a key or a preset."""
+    return [f"  {title}", textwrap.indent(textwrap.fill(text, WIDTH - 6), " " * 6)]
 
 
-def _with_choices(text: str, key: Key) -> str:
-    """The text, and the choices of the key if it has some."""
-    choices = [*key.choices]
-    if key.functions:
-        choices = [*key.functions, "file.py:function"]
-    return f"{text} [{' | '.join(choices)}]" if choices else text
-
-
-def _default(root: type, name: str) -> str:
-    """The default of a key as the user would write it."""
-    value: Any = get_value(root(), name)
-    if value == MISSING:
-        return "(required)"
-    return "(none)" if value is None else show_value(value)
-
-
-def _width() -> int:
-    """Columns of the help: those of the terminal, from 80 to 100."""
-    return max(80, min(100, shutil.get_terminal_size(fallback=(100, 24)).columns))
+def _with_choices(key: Key) -> str:
+    """The help of a key, and its choices if it has some."""
+    choices = [*key.functions, "file.py:function"] if key.functions else key.choices
+    return f"{key.help} [{' | '.join(choices)}]" if choices else key.help
