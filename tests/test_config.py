@@ -93,7 +93,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(base, monkeypatch, tmp_path):
 
 def test_the_mistakes_of_a_recipe_have_its_name(base):
     [problem] = find_problems("ppo", ["--config-name=unknown"])
-    assert (problem.key, problem.source) == ("actor.lrr", "unknown.yaml")
+    assert problem.key == "actor.lrr" and problem.text.endswith("(in unknown.yaml)")
 
 
 def test_keys_of_another_machine_have_no_problems(base):

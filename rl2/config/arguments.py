@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -50,7 +50,7 @@ def read_arguments(root: type, argv: list[str]) -> Arguments:
     for word in unknown:
         if word.startswith("-"):  # not the value of such an option
             name = word.partition("=")[0]
-            arguments.problems.append(Problem(name, MISSING, explain_option(word)))
+            arguments.problems.append(Problem(name, explain_option(word)))
     if options.config_name:
         path = Path(arguments.folder, options.config_name)
         is_whole = path.suffix in (".yaml", ".yml")  # exp.v2 is no whole name
@@ -87,7 +87,7 @@ def take_file(root: type, path: Path, arguments: Arguments) -> None:
         reason = f"is no readable YAML: {error}"
     if not isinstance(tree, dict):
         text = f"--config-name: {path} {reason}"
-        arguments.problems.append(Problem("--config-name", str(path), text))
+        arguments.problems.append(Problem("--config-name", text))
         return
     values = dict(flatten(tree))
     dropped = [name for name in values if explain_dropped_key(root, name)]
@@ -141,9 +141,11 @@ def note_key(root: type, name: str, value: Any, arguments: Arguments, source: st
         problem = explain_unknown(name, value, known)
     if not problem:
         arguments.set_keys.add(name)
-    elif problem not in [other.text for other in arguments.problems]:  # of a whole section
-        arguments.problems.append(Problem(name, value, problem, source))
-    return not problem
+        return True
+    text = f"{problem} (in {source})" if source else problem
+    if text not in map(str, arguments.problems):  # of a whole section
+        arguments.problems.append(Problem(name, text))
+    return False
 
 
 def explain_dropped_key(root: type, name: str) -> str:

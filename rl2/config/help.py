@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, describe_preset, has_presets, load_presets
-from rl2.config.problem import Problem, refuse
+from rl2.config.problem import general_problem, refuse
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.values import show_value
 from rl2.output import outlive_readers
@@ -68,7 +68,7 @@ def explain(root: type, topic: str = "all") -> str:
             lines += _entry(name, describe_preset(name))
     if not lines:
         message = f"--help {topic}: no section or key begins so; --help lists the sections"
-        refuse([Problem("--help", topic, message)])
+        refuse([general_problem(message)])
     return "\n".join(lines).strip("\n")
 
 

@@ -155,7 +155,7 @@ def compose(root: type, arguments: Arguments) -> Draft:
         text = str(error.__cause__ or error).partition("Config search path")[0]
         reason, _, place = text.partition("full_key:")
         key, text = place.partition("\n")[0].strip(), " ".join(reason.split())
-        arguments.problems.append(Problem(key, MISSING, f"{key}: {text}" if key else text))
+        arguments.problems.append(Problem(key, f"{key}: {text}" if key else text))
     return Draft(arguments)
 
 
@@ -169,7 +169,7 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
     for name, key in schema_keys(root).items():
         path, _, last = name.rpartition(".")
         if key.default == MISSING and OmegaConf.is_missing(OmegaConf.select(tree, path), last):
-            missing.append(Problem(name, MISSING, f"{name} is missing: {key.help}"))
+            missing.append(Problem(name, f"{name} is missing: {key.help}"))
             OmegaConf.update(tree, name, "")
     config: Any = OmegaConf.to_object(tree)
     if config.trainer.eval_only and not config.data.test_ratio:

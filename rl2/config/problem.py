@@ -4,9 +4,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-from omegaconf import MISSING
+from typing import NoReturn
 
 from rl2.error_report import report_error
 from rl2.parallel.rank import is_first_rank
@@ -24,17 +22,15 @@ class Problem:
     """
 
     key: str
-    value: Any  # MISSING if there is none
     text: str  # the whole message: the key and its value, what is wrong, and what to do
-    source: str = ""  # the recipe file that sets the key; "" for an argument
 
     def __str__(self) -> str:
-        return f"{self.text} (in {self.source})" if self.source else self.text
+        return self.text
 
 
 def general_problem(text: str) -> Problem:
     """A problem that belongs to no key."""
-    return Problem("", MISSING, text)
+    return Problem("", text)
 
 
 class ConfigError(ValueError):

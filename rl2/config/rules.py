@@ -117,7 +117,7 @@ def as_problems(config: Config, rows: Iterable[Row]) -> Iterator[Problem]:
         value = get_value(config, name)
         leader = known[name].leader if name in known else ""
         if not leader or value != get_value(config, leader):
-            yield Problem(name, value, f"{name}={show_value(value)}{text}")
+            yield Problem(name, f"{name}={show_value(value)}{text}")
 
 
 def wrong_choices(config: Config) -> Iterator[Row]:
