@@ -4,8 +4,6 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.error_report import describe_failed_write
-from rl2.parallel.mesh import all_gather_objects, is_single_process
+from rl2.parallel.mesh import is_single_process
 from rl2.progress import expecting
 from rl2.run.records import NO_STEP, step_of
 from rl2.run.weights_hash import hash_states
@@ -62,16 +60,23 @@ class Checkpoints:
         RuntimeError if one of them could not write; the checkpoints before it stay.
         """
         partial = self.folder / f"step_{step}.partial"
-        with self._failing_together(step, partial):
+        try:
             dcp.save(objects, checkpoint_id=partial, no_dist=is_single_process())
             torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
-        with self._failing_together(step, partial):
+            dist.barrier()  # all have written
             if dist.get_rank() == 0:
                 for name, text in texts.items():
                     (partial / name).write_text(text)
                 sync_to_disk(partial)
                 put_in_place(partial, self.path(step))
                 sync_to_disk(self.folder)
+        except Failure as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            newest = self.newest()
+            remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
+            failed = describe_failed_write(self.path(step))
+            reason = describe_failure(error)
+            raise RuntimeError(f"the checkpoint {failed}: {reason}; {remains}") from error
         dist.barrier()
 
     def prune(self, proven_step: float = math.inf, best_step: int = NO_STEP) -> None:
@@ -85,26 +90,6 @@ class Checkpoints:
         for step in steps[: -self.keep] if self.keep else []:
             if step not in proven and step != best_step:
                 delete(self.path(step))
-
-    @contextmanager
-    def _failing_together(self, step: int, partial: Path) -> Iterator[None]:
-        """A stage of a save on every process. If it fails on one of them, all raise RuntimeError.
-
-        So nobody waits for a process that has failed.
-        """
-        problem = ""
-        try:
-            yield
-        except Failure as error:
-            problem = describe_failure(error)
-        problem = next(filter(None, all_gather_objects(problem)), "")
-        if problem:
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            newest = self.newest()
-            remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
-            failed = describe_failed_write(self.path(step))
-            raise RuntimeError(f"the checkpoint {failed}: {problem}; {remains}")
 
     def load(
         self,
