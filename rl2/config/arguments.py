@@ -5,6 +5,7 @@ each of them becomes a Problem that says what to write. Hydra reads the values.
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl2.config.problem import Problem, general_problem
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import explain_unknown
 from rl2.config.values import declared_key, flatten, show_value
+from rl2.parallel.rank import is_first_rank
 
 OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
@@ -40,7 +42,6 @@ class Arguments:
     options: list[str] = field(default_factory=list)  # that Hydra answers itself, as --cfg job
     set_keys: set[str] = field(default_factory=set)  # of rl2, in keys and words
     problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
 
 
 def read_arguments(root: type, argv: list[str]) -> Arguments:
@@ -91,9 +92,9 @@ def take_file(root: type, path: Path, arguments: Arguments) -> None:
         return
     values = dict(flatten(tree))
     dropped = [name for name in values if explain_dropped_key(root, name)]
-    if dropped:
-        text = f"{path} is of an earlier release: {', '.join(dropped)} are ignored"
-        arguments.warnings.append(general_problem(text))
+    if dropped and is_first_rank():
+        text = f"warning: {path} is of an earlier release: {', '.join(dropped)} are ignored"
+        print(text, file=sys.stderr)
     kept = {name: value for name, value in values.items() if name not in dropped}
     take_keys(root, kept, arguments, source=str(path))
 

@@ -25,7 +25,7 @@ from rl2.config.conditions import derive_keys
 from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, NONE, has_presets, load_presets
-from rl2.config.problem import ConfigError, Problem, general_problem, refuse, warn
+from rl2.config.problem import ConfigError, Problem, general_problem, refuse
 from rl2.config.rules import validate
 from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
@@ -66,10 +66,9 @@ def read_command(root: type, argv: list[str]) -> Arguments:
 
 
 def accept(draft: "Draft", elsewhere: Collection[str] = ()) -> Any:
-    """Returns the config of a draft. Exits if it has problems; prints its warnings."""
+    """Returns the config of a draft. Exits if it has problems."""
     if problems := check(draft, elsewhere):
         refuse(problems)
-    warn(draft.arguments.warnings)
     return draft.config
 
 

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about t
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with the value of a key, or something to warn of.
+    """Something wrong with the value of a key, in words.
 
     If several keys do not fit together, the message begins with one of them, and that is `key`. An
     unknown key, an option such as --config-name and an environment variable have their own names;
@@ -56,10 +55,3 @@ def refuse(problems: list[Problem]) -> NoReturn:
     else:  # torchrun ends the first rank as soon as another one ends
         time.sleep(SECONDS_FOR_FIRST_RANK)
     sys.exit(2)
-
-
-def warn(warnings: Iterable[Problem]) -> None:
-    """Prints the warnings on rank 0."""
-    if is_first_rank():
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
