@@ -100,8 +100,8 @@ def test_trajectories_come_back_as_they_were(tmp_path):
 @pytest.mark.parametrize(
     "name, damage, words",
     [
-        ("config.yaml", lambda text: b"a: [", "config.yaml is missing or damaged"),
-        ("config.yaml", lambda text: b"", "config.yaml is missing or damaged"),
+        ("config.yaml", lambda text: b"a: [", "config.yaml is damaged"),
+        ("config.yaml", lambda text: b"", "config.yaml is damaged"),
         ("step_1.jsonl", lambda text: text[: len(text) // 2], "step_1.jsonl, or .* is damaged"),
         ("step_1.jsonl", lambda text: b"", "step_1.jsonl, or .* is damaged"),
         ("step_1.safetensors", lambda text: text[:20], "step_1.jsonl, or .* is damaged"),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rl2.batch import Sample
 from rl2.rollout.sampling import Sampling
 from rl2.rollout.trajectory import Trajectory, in_order
+from rl2.run.records import read_object
 
 # The columns of a Sample.
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
@@ -94,7 +94,10 @@ class SavedRollouts(Sampling):
                 "1, 2, ...: give the folder of a run with trainer.save_tokens=true from its first "
                 "step on"
             )
-        saved_model = _read_start_model(Path(path, "config.yaml"))
+        actor = read_object(Path(path, "config.yaml")).get("actor", {})
+        saved_model = StartModel(
+            actor.get("model_name", ""), actor.get("quantize_base"), actor.get("adapter")
+        )
         self.has_same_model = saved_model == start_model
         if needs_experts and saved_model.model_name != start_model.model_name:
             raise ValueError(
@@ -167,16 +170,3 @@ def _split_columns(saved: dict[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
         chosen = np.split(saved["experts"], saved["expert_tokens"].cumsum())[:-1]
         experts = [[part] for part in chosen]
     yield from zip(saved["trajectory"].tolist(), *parts, counts, ids, experts, strict=True)
-
-
-def _read_start_model(path: Path) -> StartModel:
-    """Reads in the config.yaml of a run what its actor started from."""
-    try:
-        actor = yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]
-        return StartModel(actor["model_name"], actor.get("quantize_base"), actor.get("adapter"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{path} is missing or damaged ({reason}): restore it, or give another run with "
-            "trainer.save_tokens=true"
-        ) from error
