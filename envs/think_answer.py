@@ -13,19 +13,17 @@ One step on a CPU, with a small model in the folder MODEL:
 """
 
 from rl2.rewards.numbers import number
-from rl2.rewards.text import is_think_answer, last_tagged, same_text, weighted
-
-WEIGHTS = {"right": 1.0, "format": 0.1}  # of the reward parts
+from rl2.rewards.text import is_think_answer, last_tagged, same_text
 
 
 def reward_fn(messages, answer):
-    """Two reward parts, by WEIGHTS.
+    """Two reward parts.
 
     right: 1.0 if the last <answer></answer> after the thought holds the answer, else 0.0.
-    format: 1.0 if the whole reply has the form, each tag once, else 0.0.
+    format: 0.1 if the whole reply has the form, each tag once, else 0.0.
     """
     reply = messages[-1]["content"]
     field, answer = last_tagged(reply), str(answer)
     is_number = number(answer) is not None
     is_right = number(field) == number(answer) if is_number else same_text(field, answer)
-    return weighted(WEIGHTS, right=is_right, format=is_think_answer(reply))
+    return {"right": float(is_right), "format": 0.1 * is_think_answer(reply)}

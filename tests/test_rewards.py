@@ -25,7 +25,6 @@ from rl2.rewards.text import (
     last_boxed,
     last_tagged,
     same_text,
-    weighted,
 )
 from rl2.user_files import import_env_file
 
@@ -79,13 +78,6 @@ def test_a_reply_as_the_prompts_describe_it_is_read():
 @pytest.mark.parametrize("field, answer, is_same", CASES["same_text"])
 def test_same_text(field, answer, is_same):
     assert same_text(field, answer) is is_same
-
-
-def test_weighted_parts():
-    weights = {"right": 1.0, "format": 0.1}
-    assert weighted(weights, right=True, format=0.5) == {"right": 1.0, "format": 0.05}
-    with pytest.raises(ValueError, match=r"\['format', 'right'\].*\['fromat', 'right'\]"):
-        weighted(weights, right=1.0, fromat=1.0)
 
 
 def exactly(value):

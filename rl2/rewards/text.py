@@ -90,13 +90,3 @@ def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """DAPO's penalty of a long reply: 0.0 up to `buffer` tokens below `max_tokens`, then falling in
     a line to -1.0 at `max_tokens` (arXiv:2503.14476, equation 13)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
-
-
-def weighted(weights: dict[str, float], **scores: float) -> dict[str, float]:
-    """Returns the reward parts of a reply: each score times its weight.
-
-    ValueError if the scores do not have the names of the weights.
-    """
-    if weights.keys() != scores.keys():
-        raise ValueError(f"the weights are of {sorted(weights)} and the scores of {sorted(scores)}")
-    return {name: weights[name] * float(score) for name, score in scores.items()}
