@@ -16,8 +16,8 @@ model in the folder MODEL, where a server runs:
 
 Verdicts are cached. A server that is busy or fails is asked again, each time after twice the pause.
 If there is no verdict before DEADLINE_SECONDS, which should be below rollout.env_timeout, or none
-that can be read, the trajectory is masked. NUM_TOGETHER, MIN_INTERVAL and the cache are those of
-one process of the trainer.
+that can be read, the trajectory is masked. NUM_TOGETHER and the cache are those of one process of
+the trainer.
 
 The judge gets the reply as a JSON string after a warning, so that the reply cannot end the
 quotation. A verdict is the last line of the judge, and counts only if no other line looks like one:
@@ -39,13 +39,11 @@ URL = os.environ.get("RL2_JUDGE_URL", "http://127.0.0.1:30000/v1").rstrip("/")
 MODEL = os.environ.get("RL2_JUDGE_MODEL", "default")
 KEY = os.environ.get("RL2_JUDGE_KEY", "")
 NUM_TOGETHER = 8  # requests at a time
-MIN_INTERVAL = 0.05  # seconds between the starts of two requests
 TIMEOUT_SECONDS = 20  # of one request
 DEADLINE_SECONDS = 28  # of a verdict, with all requests, pauses and waiting
 FIRST_PAUSE = 0.5  # seconds before the second request
 MAX_TOKENS = 512  # of the judge's reply
 MAX_CHARACTERS = 20_000  # of a reply; a longer one scores 0.0 and is not sent
-MAX_RESPONSE_BYTES = 2**20
 BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
 
 PROMPT = """\
@@ -63,8 +61,6 @@ SCORE_LINE = re.compile(r"^\W*SCORE\b", re.MULTILINE | re.IGNORECASE)
 VERDICT = re.compile(r"SCORE: (10|[0-9])")
 
 SLOTS = threading.BoundedSemaphore(NUM_TOGETHER)
-START_LOCK = threading.Lock()
-next_start = 0.0  # the time before which no request may start
 
 
 class Unavailable(Exception):
@@ -90,11 +86,9 @@ def judge(prompt):
         try:
             return read_verdict(ask(prompt, deadline))
         except Unavailable as error:
-            headers = getattr(error.__cause__, "headers", None) or {}
-            wait = max(pause, read_seconds(headers.get("Retry-After", "")))
-            if time.monotonic() + wait >= deadline:
+            if time.monotonic() + pause >= deadline:
                 raise TimeoutError(f"no verdict in {DEADLINE_SECONDS} s: {error}") from error
-        time.sleep(wait)
+        time.sleep(pause)
         pause *= 2
 
 
@@ -113,8 +107,9 @@ def ask(prompt, deadline):
     if not SLOTS.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise Unavailable("all requests at a time are in use")
     try:
-        wait_for_start(deadline)
-        content = json.loads(fetch(request, min(deadline, time.monotonic() + TIMEOUT_SECONDS)))
+        seconds = min(TIMEOUT_SECONDS, deadline - time.monotonic())
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            content = json.load(response)
         return str(content["choices"][0]["message"]["content"])
     except urllib.error.HTTPError as error:
         if error.code not in BUSY_STATUSES:
@@ -124,32 +119,6 @@ def ask(prompt, deadline):
         raise Unavailable(f"{type(error).__name__}: {error}") from error
     finally:
         SLOTS.release()
-
-
-def wait_for_start(deadline):
-    """Waits for the turn of the next request. Unavailable if that is after the deadline."""
-    global next_start
-    with START_LOCK:
-        start = max(time.monotonic(), next_start)
-        if start >= deadline:
-            raise Unavailable("too many requests wait")
-        next_start = start + MIN_INTERVAL
-    time.sleep(max(0.0, start - time.monotonic()))
-
-
-def fetch(request, deadline):
-    """Returns the body of the response.
-
-    OSError if it is not complete at the deadline, or too long.
-    """
-    parts, size = [], 0
-    with urllib.request.urlopen(request, timeout=deadline - time.monotonic()) as response:
-        while part := response.read1(65536):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_RESPONSE_BYTES or time.monotonic() > deadline:
-                raise OSError(f"the response of {size} bytes or more is too long or too slow")
-    return b"".join(parts)
 
 
 def read_verdict(reply):
@@ -162,8 +131,3 @@ def read_verdict(reply):
     if verdict is None or len(SCORE_LINE.findall(reply)) != 1:
         raise ValueError(f"the judge's reply has not one verdict: ...{reply[-200:]!r}")
     return int(verdict[1]) / 10
-
-
-def read_seconds(text):
-    """Returns the seconds of a Retry-After header, 0.0 for a date or nothing."""
-    return float(text) if text.isdecimal() else 0.0
