@@ -64,13 +64,11 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
     return content.strip() if start and end else None
 
 
-def is_think_answer(text: str, is_open: bool = False) -> bool:
+def is_think_answer(text: str) -> bool:
     """Whether the whole text is <think>...</think> <answer>...</answer>, each once and not empty.
 
-    `is_open` says that the prompt ends with <think>, as some chat templates write it.
+    Where the prompt ends with <think>, as some chat templates write it, put it in front.
     """
-    if is_open:
-        text = "<think>" + text
     if any(text.count(tag) != 1 for tag in THINK_ANSWER_TAGS):
         return False
     match = THINK_ANSWER.fullmatch(text)
