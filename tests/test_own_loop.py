@@ -83,7 +83,7 @@ def test_messages_go_on_from_their_own_sequences_only(tmp_path):
         ("'a text'", "expected messages or token ids"),
         ("[1, 1000]", "ids 1 to 1000"),
         ("[1], tools=[{}]", "tools"),
-        ("[{'role': 'user', 'content': ['a']}]", "content="),
+        ("[{'role': 'user', 'content': ['a']}]", "expected content that is text"),
         ("[{'role': 'assistant', 'content': 'a'}]", "assistant"),
     ],
 )

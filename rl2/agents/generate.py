@@ -90,7 +90,7 @@ async def _generate(
     vocabulary = session.player.template.last_token_id + 1
     check_request([0] if is_messages else prompt, params, vocabulary, math.inf)
     if is_messages:
-        base, conversation = _begin_from_messages(session, prompt, tools)
+        base, conversation = session.extend(ChatRequest(prompt, tools))
     else:
         base, conversation = _begin_from_tokens(session, prompt)
         if tools:
@@ -109,16 +109,6 @@ async def _generate(
     if conversation.known:
         conversation.known.append(reply.message)
     return reply
-
-
-def _begin_from_messages(
-    session: AgentSession, messages: list[dict], tools: list[dict] | None
-) -> tuple[Conversation | None, Conversation]:
-    for message in messages:
-        if not isinstance(message.get("content"), str):
-            content = message.get("content")
-            raise ValueError(f"content={content!r:.80}, expected the text of a message")
-    return session.extend(ChatRequest(messages, tools))
 
 
 def _begin_from_tokens(
