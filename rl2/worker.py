@@ -424,5 +424,5 @@ class SharedReference:
         batch = replace(batch, experts=None, old_logps=batch.engine_logps)
         with ExitStack() as stack:
             for part in worker.model.attachments:
-                stack.enter_context(part.at_start(worker.model, worker.memory))
+                stack.enter_context(part.at_start(worker.model))
             return worker.score(batch, temperature)

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from rl2.attention.blocks import Layout
 from rl2.batch import Pack
 from rl2.config.schema import WorkerConfig
-from rl2.parallel.offload import WeightMemory
 
 Read = Callable[[nn.Parameter], DTensor]
 
@@ -77,7 +76,7 @@ class Attachment:
         """
         return nullcontext({})
 
-    def at_start(self, model: Any, memory: WeightMemory) -> AbstractContextManager[None]:
+    def at_start(self, model: Any) -> AbstractContextManager[None]:
         """A context in which the model is the one that training began with."""
         return nullcontext()
 

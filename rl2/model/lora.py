@@ -26,7 +26,6 @@ from rl2.config.schema import WorkerConfig
 from rl2.model import nf4
 from rl2.model.attachment import Attachment, ModelSettings, Read
 from rl2.model.classes import find_routers, idle_parts, is_adapter
-from rl2.parallel.offload import WeightMemory, local_shard
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -73,22 +72,19 @@ class Adapters(Attachment):
         model.iter_weights = partial(merged, model.hf)
 
     @contextmanager
-    def at_start(self, model: Any, memory: WeightMemory) -> Iterator[None]:
-        """B is 0."""
+    def at_start(self, model: Any) -> Iterator[None]:
+        """The adapters count nothing."""
         # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in
         # the first forward pass which parameters are trained.
-        layers = _adapted_layers(model.hf).values()
-        states = [local_shard(memory.state(layer.lora_B[ADAPTER].weight)) for layer in layers]
-        trained = [state.clone() for state in states]
-        with torch.no_grad():
-            for state in states:
-                state.zero_()
+        scalings = [layer.scaling for layer in _adapted_layers(model.hf).values()]
+        trained = [scaling[ADAPTER] for scaling in scalings]
+        for scaling in scalings:
+            scaling[ADAPTER] = 0.0
         try:
             yield
         finally:
-            with torch.no_grad():
-                for state, value in zip(states, trained, strict=True):
-                    state.copy_(value)
+            for scaling, value in zip(scalings, trained, strict=True):
+                scaling[ADAPTER] = value
 
     def save(self, model: Any, folder: str, read: Read) -> None:
         """Writes what is trained as FOLDER/adapter for `peft.PeftModel.from_pretrained(model,
