@@ -34,7 +34,7 @@ def read_rows(config: Config, kind: RowKind, problems: list[str]) -> dict[str, R
             try:
                 rows[key] = load_rows(path, split, kind.read, data.columns)
             except ValueError as error:
-                problems.append(str(error))
+                problems.append(f"{key}: {error}")
     return rows
 
 

@@ -234,7 +234,7 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
     ):
         expected = {"name": "owner/set", "config": config, "split": split}
         assert list(load_rows(name, "test")) == [expected]
-    with pytest.raises(ValueError, match="data path other/set: .*the hub says: .* on the hub$"):
+    with pytest.raises(ValueError, match="^other/set: .*the hub says: .* on the hub$"):
         load_rows("other/set")
 
 

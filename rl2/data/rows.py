@@ -306,7 +306,7 @@ def _find_source(path: str, split: str) -> Source:
     if local_path.exists():
         return _find_files(local_path, split)
     if local_path.suffix in READERS or path.startswith(("/", ".", "~")):
-        raise ValueError(f"data path {path}: no such file or folder")
+        raise ValueError(f"{path}: no such file or folder")
     return _load_from_hub(path, split)
 
 
@@ -318,7 +318,7 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
     for file in source:
         if file.suffix not in READERS:
             raise ValueError(
-                f"data path {file}: expected a file that ends in one of {', '.join(READERS)}"
+                f"{file}: expected a file that ends in one of {', '.join(READERS)}"
             )
         try:
             for number, row in READERS[file.suffix](file):
@@ -341,7 +341,7 @@ def _load_from_hub(path: str, split: str) -> Any:
     except Exception as error:  # of the network, or of an unknown name, configuration or split
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"data path {path}: no such file or folder here, and the hub says: {reason}"
+            f"{path}: no such file or folder here, and the hub says: {reason}"
         ) from error
 
 
@@ -358,7 +358,7 @@ def _find_files(path: Path, split: str) -> list[Path]:
     )
     if not files:
         raise ValueError(
-            f"data path {folder}: this folder has no file that ends in one of {', '.join(READERS)}"
+            f"{folder}: this folder has no file that ends in one of {', '.join(READERS)}"
         )
     of_split = [file for file in files if re.match(rf"{re.escape(split)}[-_.]", file.name)]
     return of_split or files
