@@ -42,7 +42,7 @@ def test_each_source_has_its_env_in_training_and_evaluation(words, tmp_path):
         assert {r["source"]: set(r["rewards"]) for r in records} == {"a": {"one"}, "b": {"two"}}
 
 
-def test_envs_of_sources_that_do_not_fit(words):
+def test_rows_and_envs_of_sources_that_do_not_fit(words):
     """Each env is tried on the rows of its own source; their names are those of the sources."""
     rows, envs = read_ppo_inputs(parse(PPOConfig, words))
     assert rows.keys() == {"data.path.a", "data.path.b"} and envs.keys() == {"a", "b"}
@@ -53,3 +53,6 @@ def test_envs_of_sources_that_do_not_fit(words):
         read_ppo_inputs(swapped)
     with pytest.raises(ValueError, match="the envs of b have run"):
         read_ppo_inputs(parse(PPOConfig, [*words[:2], "rollout.env_path={a:one.py,b:agent.py}"]))
+    lost = [words[0], "data.path={a:a.jsonl,b:c.jsonl}", words[2]]
+    with pytest.raises(ValueError, match="data.path.b: c.jsonl: no such file"):
+        read_ppo_inputs(parse(PPOConfig, lost))
