@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
 from rl2.model.head import HeadInputs, full_kl
-from rl2.model.logits import CandidateMask
+from rl2.model.logits import CandidateMask, LogitSettings
 from rl2.model.token_model import TokenScores
 from rl2.worker import Worker
 
@@ -34,9 +34,8 @@ def make_head(width, vocabulary=VOCABULARY, dtype=torch.float32, divisor=1.0, ca
     return HeadInputs(
         hidden=torch.randn(NUM_PAIRS, width).to(dtype).requires_grad_(),
         weight=torch.randn(vocabulary, width).to(dtype).requires_grad_(),
-        divisor=divisor,
+        settings=LogitSettings(divisor, cap),
         bias=torch.randn(vocabulary).to(dtype).requires_grad_() if cap else None,
-        cap=cap,
     )
 
 
@@ -50,9 +49,10 @@ def in_float64(head):
 def plain_log_p(head, outside):
     """Log-probabilities of the tokens that `outside` has a column for."""
     logits = head.hidden @ head.weight[: outside.shape[1]].T
-    if head.cap is not None:
-        logits = head.cap * ((logits + head.bias) / head.cap).tanh()
-    return (logits / head.divisor).masked_fill(outside, -1e9).log_softmax(-1)
+    cap = head.settings.cap
+    if cap is not None:
+        logits = cap * ((logits + head.bias) / cap).tanh()
+    return (logits / head.settings.divisor).masked_fill(outside, -1e9).log_softmax(-1)
 
 
 @pytest.mark.parametrize("chunk_columns", [1, 7, 1000])
@@ -79,7 +79,8 @@ def test_chunked_kl_equals_log_softmax(
     if with_candidates:
         outside = torch.rand(outside.shape) < 0.5
         mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
-        head, teacher = replace(head, candidates=mask), replace(teacher, candidates=mask)
+        head = replace(head, settings=replace(head.settings, candidates=mask))
+        teacher = replace(teacher, settings=replace(teacher.settings, candidates=mask))
     kl = full_kl(head, teacher)
     plain, doubles, factors = in_float64(head)
     log_p, log_q = plain_log_p(plain, outside), plain_log_p(in_float64(teacher)[0], outside)

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
 from rl2.model.head import HeadInputs, head_scores
-from rl2.model.logits import CandidateMask
+from rl2.model.logits import CandidateMask, LogitSettings
 
 
 def draw_candidates(targets, vocabulary):
@@ -56,8 +56,8 @@ def test_a_head_equals_log_softmax(
     if with_candidates:
         counts, ids, outside = draw_candidates(targets, 37)
         mask = CandidateMask.of(counts, ids)
-    special = {"bias": factors[2], "cap": 2.5} if is_special else {}
-    head = HeadInputs(*factors[:2], temperature, candidates=mask, **special)
+    settings = LogitSettings(temperature, 2.5 if is_special else None, mask)
+    head = HeadInputs(*factors[:2], settings, *factors[2:])
     logps, entropy = head_scores(head, targets, with_entropy, exact=exact)
     doubles = [factor.detach().double().requires_grad_() for factor in factors]
     logits = doubles[0] @ doubles[1].T

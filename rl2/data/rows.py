@@ -317,9 +317,7 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
         return
     for file in source:
         if file.suffix not in READERS:
-            raise ValueError(
-                f"{file}: expected a file that ends in one of {', '.join(READERS)}"
-            )
+            raise ValueError(f"{file}: expected a file that ends in one of {', '.join(READERS)}")
         try:
             for number, row in READERS[file.suffix](file):
                 yield f"{file}, row {number}", row

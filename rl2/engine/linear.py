@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2.attention.pages import MIN_ROWS, exact_factors
+from rl2.model.logits import head_products
 
 
 def pack_linear_layers(model: Any, max_rows: int, exact: bool) -> None:
@@ -73,17 +74,10 @@ def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tenso
 
 
 def head_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """hidden [n, E] -> logits [n, V] in float32."""
-    logits = _head_products(head, hidden)
+    """hidden [n, E] -> products and bias [n, V] in float32, before the model's cap and divisor."""
     bias = getattr(head, "bias", None)
-    return logits if bias is None else logits.add_(bias)
-
-
-def _head_products(head: nn.Linear, hidden: Tensor) -> Tensor:
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
+    if "forward" not in head.__dict__:  # it is not packed
+        return head_products(hidden, head.weight, bias, slice(None))
     with exact_factors(hidden.dtype):
-        hidden = hidden.float()
-        if "forward" in head.__dict__:  # packed
-            return head(hidden)
-        return hidden @ head.weight.float().T
+        logits = head(hidden.float())
+    return logits if bias is None else logits.add_(bias)

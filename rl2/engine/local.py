@@ -38,8 +38,7 @@ from rl2.engine.shapes import choose_shapes
 from rl2.engine.states import PrefillStates, PromptStates, SlotStates, find_recurrent_layers
 from rl2.engine.stop import StopSearch
 from rl2.model.classes import language_model_class
-from rl2.model.head import logit_cap, logit_divisor
-from rl2.model.logits import capped
+from rl2.model.logits import LogitSettings
 from rl2.model.weight_files import read_weights
 
 
@@ -158,8 +157,7 @@ class LocalEngine(Engine):
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
-        self.logit_divisor = logit_divisor(self.model.config)
-        self.logit_cap = logit_cap(self.model.config)
+        self.logits = LogitSettings.of(self.model.config)
         self.max_length = max_request_tokens(self.model.config)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0 if self.adapters is None else None
@@ -430,10 +428,8 @@ class LocalEngine(Engine):
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
         )
-        logits = head_logits(self.model.get_output_embeddings(), body.last_hidden_state[:, -1])
-        if self.logit_cap is not None:
-            logits = capped(logits, self.logit_cap)
-        return logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
+        head = self.model.get_output_embeddings()
+        return self.logits.finish(head_logits(head, body.last_hidden_state[:, -1]), slice(None))
 
     def _num_step_rows(self) -> int:
         """How many slots to decode, from the first one on.

@@ -6,14 +6,13 @@ Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl2.model.exact import exact_scores
-from rl2.model.logits import CandidateMask, LogitSettings, cap_slope
+from rl2.model.logits import LogitSettings, cap_slope, head_products
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
@@ -31,28 +30,8 @@ class HeadInputs:
 
     hidden: Tensor  # [P, E]
     weight: Tensor  # [V, E], or this process's part of V
-    divisor: float = 1.0  # of the logits: the temperature, times the model's own divisor
+    settings: LogitSettings = LogitSettings()
     bias: Tensor | None = None  # [V], or this process's part
-    cap: float | None = None  # of the logits before their division
-    candidates: CandidateMask | None = None  # each softmax is among these
-
-    @property
-    def settings(self) -> LogitSettings:
-        """How the logits are computed."""
-        return LogitSettings(self.divisor, self.cap, self.candidates)
-
-
-def logit_divisor(config: Any) -> float:
-    """What a model divides its logits by: Granite divides by a number, Cohere multiplies."""
-    text = config.get_text_config()
-    divisor = getattr(text, "logits_scaling", None) or 1.0
-    return divisor / (getattr(text, "logit_scale", None) or 1.0)
-
-
-def logit_cap(config: Any) -> float | None:
-    """What a model caps its logits at (Gemma 2), in units of the logits before their division."""
-    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return cap * logit_divisor(config) if cap else None
 
 
 def head_scores(
@@ -125,7 +104,7 @@ class _Head(torch.autograd.Function):
 
         def gradient_of(columns: slice) -> Tensor:
             if kept is None:
-                products = settings.products(hidden, weight, bias, columns)
+                products = head_products(hidden, weight, bias, columns)
             else:
                 products = kept[: len(hidden), columns]
             logits = settings.finish(products, columns)
@@ -185,7 +164,7 @@ def _scores_by_chunks(
     weighted = torch.zeros_like(total)
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
     for columns in chunks(hidden, weight):
-        products = settings.products(hidden, weight, bias, columns)
+        products = head_products(hidden, weight, bias, columns)
         if kept is not None:
             kept[:, columns] = products
         logits = settings.finish(products, columns)

@@ -6,6 +6,7 @@ all pairs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,25 +49,27 @@ class CandidateMask:
 
 @dataclass(frozen=True)
 class LogitSettings:
-    """How a head computes its logits: products, plus bias, capped, divided."""
+    """What becomes of the products of a head: they are capped, divided and masked."""
 
-    divisor: float
-    cap: float | None
-    """logits x count as cap * tanh(x / cap)"""
-    candidates: CandidateMask | None
+    divisor: float = 1.0
+    """the temperature, times the model's own divisor"""
+    cap: float | None = None
+    """a product x counts as cap * tanh(x / cap)"""
+    candidates: CandidateMask | None = None
     """the tokens of each softmax; None: all of them"""
 
-    def products(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
-    ) -> Tensor:
-        """hidden [P, E], weight [V, E], bias [V] -> their products [P, columns] in fp32."""
-        weight = weight[columns]
-        if hidden.dtype != torch.float32 and device_kind(hidden.device) == "cuda":
-            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        else:
-            with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
-                products = hidden.float() @ weight.float().T
-        return products if bias is None else products.add_(bias[columns])
+    @classmethod
+    def of(
+        cls, config: Any, temperature: float = 1.0, candidates: CandidateMask | None = None
+    ) -> "LogitSettings":
+        """Those of a model: Granite divides by a number, Cohere multiplies, and Gemma 2 has a cap
+        of its divided logits.
+        """
+        text = config.get_text_config()
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        divisor /= getattr(text, "logit_scale", None) or 1.0
+        cap = getattr(text, "final_logit_softcapping", None)
+        return cls(temperature * divisor, cap * divisor if cap else None, candidates)
 
     def finish(self, products: Tensor, columns: slice) -> Tensor:
         """products [P, columns] -> logits of the softmax. The products may be overwritten."""
@@ -81,7 +84,18 @@ class LogitSettings:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
     ) -> Tensor:
         """hidden [P, E], weight [V, E], bias [V] -> logits of the softmax [P, columns] in fp32."""
-        return self.finish(self.products(hidden, weight, bias, columns), columns)
+        return self.finish(head_products(hidden, weight, bias, columns), columns)
+
+
+def head_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    """hidden [P, E], weight [V, E], bias [V] -> their products [P, columns] in fp32."""
+    weight = weight[columns]
+    if hidden.dtype != torch.float32 and device_kind(hidden.device) == "cuda":
+        products = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
+            products = hidden.float() @ weight.float().T
+    return products if bias is None else products.add_(bias[columns])
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

@@ -20,14 +20,8 @@ from rl2.batch import Pack
 from rl2.config.conditions import Exactness
 from rl2.model.attachment import Attachment, Read
 from rl2.model.classes import idle_parts
-from rl2.model.head import (
-    HeadInputs,
-    full_kl,
-    head_scores,
-    logit_cap,
-    logit_divisor,
-)
-from rl2.model.logits import CandidateMask
+from rl2.model.head import HeadInputs, full_kl, head_scores
+from rl2.model.logits import CandidateMask, LogitSettings
 from rl2.progress import track
 
 
@@ -85,8 +79,6 @@ class TokenModel(nn.Module):
         self.iter_weights = partial(own_weights, hf)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
-        self.logit_divisor = logit_divisor(hf.config)
-        self.logit_cap = logit_cap(hf.config)
         is_whole = ring.size == 1 and tp is None
         obstacle = self._exactness_obstacle()
         self.exactness = exactness if is_whole and obstacle is None else Exactness.OFF
@@ -98,7 +90,7 @@ class TokenModel(nn.Module):
 
     def _exactness_obstacle(self) -> str | None:
         """Why the model cannot have the bits of the engine, in words; None if it can."""
-        if self.logit_divisor != 1.0:
+        if LogitSettings.of(self.hf.config).divisor != 1.0:
             return "divides its logits, which the engine and the trainer do at different places"
         return next((part.inexact for part in self.attachments if part.inexact), None)
 
@@ -146,14 +138,8 @@ class TokenModel(nn.Module):
             # As columns of this process's part of the vocabulary; the parts are in order of rank.
             offset = len(weight) * dist.get_rank(self.tp) if self.tp else 0
             candidates = CandidateMask.of(pack.candidate_counts, pack.candidate_ids - offset)
-        return HeadInputs(
-            hidden=hidden,
-            weight=weight,
-            divisor=temperature * self.logit_divisor,
-            bias=bias,
-            cap=self.logit_cap,
-            candidates=candidates,
-        )
+        settings = LogitSettings.of(self.hf.config, temperature, candidates)
+        return HeadInputs(hidden, weight, settings, bias)
 
     def _hidden(self, pack: Pack) -> Tensor:
         """The last hidden states [P, E] of the pairs."""

@@ -10,6 +10,7 @@ from tools import DEVICE, DRY, error
 
 from rl2.attention.ring import PackedAttention
 from rl2.model.head import HeadInputs, head_scores
+from rl2.model.logits import LogitSettings
 from rl2.packing import zigzag
 
 # Errors of log-probabilities and entropies against fp32: of nearly all, and of any.
@@ -104,7 +105,8 @@ def plain_head(hidden, weight, targets, temperature):
 
 def head_errors(hidden, weight, targets, temperature, with_entropy) -> dict[str, float]:
     """Largest errors of the values, which are checked, and relative errors of the gradients."""
-    logps, entropy = head_scores(HeadInputs(hidden, weight, temperature), targets, with_entropy)
+    head = HeadInputs(hidden, weight, LogitSettings(temperature))
+    logps, entropy = head_scores(head, targets, with_entropy)
     expected, expected_entropy = plain_head(hidden, weight, targets, temperature)
     errors = {"logps": largest_error(logps, expected)}
     d_logps = torch.randn(len(targets), device=DEVICE)
