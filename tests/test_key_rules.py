@@ -146,12 +146,15 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
         ("lambda x: (x.logps, {'loss': x.logps})", "another name for the metric 'loss'"),
         ("lambda x: exit(0)", "fails: SystemExit: 0"),
         ("UnpairedLoss(abs)", "declared as UnpairedLoss; this key takes PolicyL"),
+        ("'no function'", "own.py has no function f"),
+        ("PolicyLoss(abs, ('clips',))", "does not know clips: choose clip, clip_high"),
         ("lambda x: (x.logps * x.advantages, {'logp': x.logps, 'high': x.logps > -0.5})", ""),
     ],
     "adv.estimator": [
         ("lambda x: x.rewards.sum(1)", "advantages of shape [4]"),
         ("Estimator(lambda x: x.values, needs=('values',))", "return (advantages, returns)"),
         ("lambda x: x.rewards - x.values", "declares Estimator(function, needs=...)"),
+        ("Estimator(abs, needs=('value',))", "does not know value: choose rewards, reward_parts"),
         ("Estimator(lambda x: (x.rewards, x.values), needs=('rewards', 'values'))", ""),
     ],
     "dpo.loss": [
