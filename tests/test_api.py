@@ -17,12 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from common import LETTER_ENV, launch, make_model, read_untimed_metrics, run
+from common import LETTER_ENV, ROOT, launch, make_model, read_untimed_metrics, run, start_server
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import rl2
-from rl2.config.parse import parse
-from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten, show_value
 from rl2.engine.local import LocalEngine
 from rl2.report import loggers
@@ -54,6 +52,12 @@ def reward_fn(messages, answer):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("api") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """The process that starts those of `launch`, which stays."""
+    return start_server(ROOT)
 
 
 def train_ppo(model, name, function=reward_fn, **keys):
@@ -136,35 +140,36 @@ def test_a_weight_that_the_engine_lacks_after_the_first_update_ends_the_run(mode
 # The command line.
 
 
-def test_ppo_has_the_bits_of_the_command_line(model, tmp_path):
-    ours = train_ppo(model, "python", test_rows=ROWS[:3])
-    [rows] = tmp_path.glob("runs/python/inputs/rows-*.jsonl")
-    [test_rows] = tmp_path.glob("runs/python/inputs/test_rows-*.jsonl")
+def test_rows_files_and_the_command_line_give_the_same_bits(
+    model, tmp_path, launcher, unchanged_process
+):
+    """Once with the environment in processes of its own."""
     (tmp_path / "env.py").write_text(LETTER_ENV)
-    files = [f"data.path={rows}", f"data.test_path={test_rows}", "rollout.env_path=env.py"]
-    name = ["trainer.experiment_name=shell", f"actor.model_name={model}"]
-    launch(1, "-m", "rl2.trainer.ppo", *words(KEYS), *files, *name)
-    shell = rl2.Run(tmp_path / "runs/shell")
+    ours = train_ppo(model, "python", test_rows={"few": ROWS[:3], "one": ROWS[:1]})
+    rows, few, one = (
+        next(ours.path.glob(f"inputs/{name}-*.jsonl"))
+        for name in ("rows", "test_rows_few", "test_rows_one")
+    )
+    paths = rl2.train(
+        "ppo",
+        rows=rows,
+        test_rows={"few": few, "one": ROWS[:1]},
+        env=tmp_path / "env.py",
+        **{**KEYS, "actor.model_name": model, "rollout.env_isolation": "process"},
+        trainer={"experiment_name": "paths"},
+    )
+    files = [f"data.path={rows}", f"data.test_path={{few:{few},one:{one}}}"]
+    files += ["rollout.env_path=env.py", f"actor.model_name={model}"]
+    name = "trainer.experiment_name=shell"
+    launch(1, "-m", "rl2.trainer.ppo", *words(KEYS), *files, name)
     assert [line["step"] for line in ours.metrics] == [0, 1, 2]
-    assert read_untimed_metrics(ours.path) == read_untimed_metrics(shell.path)
-    assert weights(ours) == weights(shell)
-    for step in (1, 2):
-        assert ours.rollouts(step) == shell.rollouts(step)
-    assert ours.rollouts(0, "test") == shell.rollouts(0, "test")
-
-
-def test_the_problems_are_those_of_the_command_line(model, tmp_path, capsys):
-    wrong = {"actor.lrr": 1e-5, "trainer.nix": 1}
-    with pytest.raises(ValueError) as raised:
-        train_ppo(model, "wrong", **wrong)
-    assert not (tmp_path / "runs/wrong").exists()
-    (tmp_path / "rows.jsonl").write_text('{"messages": "say a", "answer": "a"}\n')
-    (tmp_path / "env.py").write_text(LETTER_ENV)
-    files = ["data.path=rows.jsonl", "rollout.env_path=env.py", f"actor.model_name={model}"]
-    with pytest.raises(SystemExit):
-        parse(PPOConfig, [*files, *words({**KEYS, **wrong})])
-    assert str(raised.value) in capsys.readouterr().err
-    assert "2 problems" in str(raised.value) and "did you mean actor.lr?" in str(raised.value)
+    assert "test/one/reward/mean" in ours.metrics[0]
+    for other in (paths, rl2.Run(tmp_path / "runs/shell")):
+        assert read_untimed_metrics(ours.path) == read_untimed_metrics(other.path)
+        assert weights(ours) == weights(other)
+        for step in (1, 2):
+            assert ours.rollouts(step) == other.rollouts(step)
+        assert ours.rollouts(0, "test_few") == other.rollouts(0, "test_few")
 
 
 # The process.
@@ -281,30 +286,6 @@ def test_importing_rl2_is_light():
 # What is given.
 
 
-def test_paths_and_an_env_file_work_as_well(model, tmp_path, unchanged_process):
-    (tmp_path / "env.py").write_text(LETTER_ENV)
-    first = rl2.train(
-        "ppo",
-        rows=ROWS,
-        test_rows={"few": ROWS[:2], "one": ROWS[:1]},
-        env=tmp_path / "env.py",
-        model_name=model,
-        **KEYS,
-        trainer={"experiment_name": "rows"},
-    )
-    [rows] = first.path.glob("inputs/rows-*")
-    second = rl2.train(
-        "ppo",
-        rows=rows,
-        test_rows={"few": next(first.path.glob("inputs/test_rows_few-*")), "one": ROWS[:1]},
-        env="env.py",
-        **{**KEYS, "actor.model_name": model, "trainer.experiment_name": "paths"},
-        **{"rollout.env_isolation": "process"},
-    )
-    assert "test/one/reward/mean" in first.metrics[0]
-    assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
-
-
 def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_process):
     """Also the process of an env file that leaves a process behind itself."""
     Path("env.py").write_text(
@@ -385,6 +366,10 @@ def test_other_rows_or_functions_are_another_experiment(model):
 
 WRONG = {
     "trainer='pppo': did you mean ppo?": dict(trainer="pppo"),
+    "2 problems in the configuration:(?s:.*)did you mean actor.lr": {
+        "actor.lrr": 1e-5,
+        "trainer.nix": 1,
+    },
     "data.path is missing": dict(trainer="sft", rows=None, reward_fn=None),
     r"rows\[1\]: expected a dict, got 'messages'": dict(rows=[{}, "messages"]),
     r"rows\[0\]\['day'\]: .*not JSON serializable; rows are": dict(rows=[{"day": object()}]),
