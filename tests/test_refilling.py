@@ -39,11 +39,8 @@ SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
 ROWS = [([1, 3, 5], [0, 2, 4]), ([6, 7, 10], [8, 9]), ([1, 3, 5], [11, 0, 2, 4])]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
-    tmp_path, deterministic
-):
-    collector = make_collector(tmp_path, **THREE_STEPS, deterministic=deterministic)
+def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(tmp_path):
+    collector = make_collector(tmp_path, **THREE_STEPS)
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ROWS[0]
     assert collector.cursor.position == 6, "the next step begins behind the last group it took"
@@ -127,14 +124,6 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
     assert schedule.num_used == 3 and not rollout.played
     board.clear()
     assert not board.read()
-
-
-def test_when_the_refills_are_used_up_the_step_trains_what_it_has(tmp_path):
-    collector = make_collector(tmp_path, [0, 2, 1, 0, 2, 0], {}, 2, filter=SOME, max_refills=1)
-    trajectories = collector.collect(1)
-    assert rows_of(trajectories) == ([2], [0, 1, 3])
-    assert collector.cursor.position == 4
-    assert summarise_groups(trajectories)["rollout/groups"] == 1
 
 
 def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
