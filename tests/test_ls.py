@@ -68,17 +68,11 @@ def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_finished_run(tmp_path, capsys):
+def test_the_states(tmp_path, capsys):
+    evaluation = {**PPO, "trainer": {"eval_only": True}}
     folder = write_run(tmp_path / "sweep/lr_1", model_step=3, is_complete=True)
     (folder / "branches/1").mkdir(parents=True)
     (folder / "branches/1/metrics.jsonl").write_text('{"step": 9}\n')
-    runs, problems = list_runs(capsys, tmp_path)
-    assert runs == {"lr_1": ["ppo", "3/3", "reward -, test 0.625", "finished"]}
-    assert problems == []
-
-
-def test_the_states(tmp_path, capsys):
-    evaluation = {**PPO, "trainer": {"eval_only": True}}
     write_run(tmp_path / "stopped", model_step=3, is_complete=False)
     write_run(tmp_path / "failed")
     write_run(tmp_path / "failed_later", model_step=2, is_complete=False)
@@ -94,7 +88,9 @@ def test_the_states(tmp_path, capsys):
     holder.communicate()
     assert runs["new"][1:] == ["-/-", "-", "running"] and problems == []
     runs, _ = list_runs(capsys, tmp_path)
+    assert runs["lr_1"][:3] == ["ppo", "3/3", "reward -, test 0.625"]
     assert {name: run[-1] for name, run in runs.items()} == {
+        "lr_1": "finished",
         "stopped": "stopped",
         "failed": "failed",
         "failed_later": "failed",
