@@ -150,11 +150,13 @@ def tokenize_pair(tokenizer, row):
 
 
 def test_dpo(tmp_path):
+    """Of adapters, whose base is the reference."""
     test_rows = [preference(i) for i in (30, 31, 32)]
     write_jsonl(tmp_path / "test.jsonl", test_rows)
     rows = [preference(i) for i in range(16)]
-    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.003", "dpo.beta=0.2")
-    launch(2, "-m", "rl2.trainer.dpo", *arguments)
+    keys = ["actor.lr=0.03", "dpo.beta=0.2"]
+    keys += ["actor.lora_rank=4", "actor.lora_alpha=8"]  # logits as large as without adapters
+    launch(2, "-m", "rl2.trainer.dpo", *make_arguments(tmp_path, rows, "actor", *keys))
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(13))
     assert lines[0]["test/loss"] == pytest.approx(math.log(2))
@@ -164,21 +166,7 @@ def test_dpo(tmp_path):
     last = lines[-1]
     assert last["actor/loss"] < 0.4 and last["actor/accuracy"] == 1 and last["actor/kl"] > 0
     assert last["test/loss"] < 0.6 and last["test/margin"] > 0 and last["test/accuracy"] == 1
-    # Adapters begin with the same model, and learn.
-    lora = [
-        f"trainer.save_dir={tmp_path}/lora",
-        "actor.lora_rank=4",
-        "actor.lora_alpha=8",  # logits are then as large as without adapters
-        "actor.lr=0.03",
-    ]
-    launch_runs(2, [["dpo", *arguments, *lora]])
-    expected_line = read_untimed_metrics(tmp_path / "run")[0]
-    lines = read_metrics(tmp_path / "lora")
-    first_line = {key: lines[0][key] for key in expected_line}
-    assert first_line.pop("weights") != expected_line.pop("weights"), "other ones are trained"
-    assert first_line == expected_line, "untrained adapters change the model"
-    assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
-    check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "lora/model")
+    check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
 @pytest.mark.nightly
