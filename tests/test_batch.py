@@ -202,17 +202,23 @@ def fill_by_definition(units, num_ranks, budget, kind):
     return next(bins for bins in tries if bins is not None)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition_places_it(
-    num_ranks, share, monkeypatch
+    num_ranks, share, together, monkeypatch
 ):
+    """Groups that stay together follow each other, also those whose prompts differ."""
     for seed in range(15):
         rng = random.Random(seed)
         sizes = {"num_groups": rng.choice([3, 12]), "longest": rng.choice([20, 60])}
         batch = make_ragged_batch(seed, **sizes)
-        budget = int(max(end for _, end in scored_spans(batch)) * rng.choice([1, 1.5, 3]))
-        arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]))
+        if together:
+            batch = collate(make_samples(seed, **sizes))
+            batch.tokens[::7, 0] = 99
+        largest = max(end for _, end in scored_spans(batch)) * (3 if together else 1)
+        budget = int(largest * rng.choice([1, 1.5, 3]))
+        arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]), together)
         plans = plan_micro_batches(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(packing, "_fill_bins", fill_by_definition)
@@ -222,6 +228,8 @@ def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition
         assert sorted(chain(*parts)) == batch.mask.any(1).nonzero().squeeze(1).tolist()
         for part in parts:
             assert pack(batch.select(part), share).tokens.shape[1] <= budget
+            groups = [part[i : i + 3] for i in range(0, len(part), 3)]
+            assert not together or all(rows == [*range(rows[0], rows[0] + 3)] for rows in groups)
 
 
 def test_8192_sequences_are_planned_in_a_moment(monkeypatch):
@@ -240,9 +248,13 @@ def test_8192_sequences_are_planned_in_a_moment(monkeypatch):
     assert len(plans) == 8192 // 8
 
 
-def test_a_sequence_over_the_budget_is_refused():
+def test_a_sequence_or_group_over_the_budget_is_refused():
     with pytest.raises(ValueError, match=r"12 tokens.*max_length_per_device x sp_size = 10"):
         plan_micro_batches(collate([make_sample(12, 1)]), 10, 1)
+    batch = collate([make_sample(2, 9, 0, i) for i in range(2)])
+    assert plan_micro_batches(batch, 10, 1)
+    with pytest.raises(ValueError, match="a group of 20 tokens exceeds .* x sp_size = 17"):
+        plan_micro_batches(batch, 17, 1, keep_groups_together=True)
 
 
 def test_functions_of_the_user_get_columns_of_float32(tmp_path):
@@ -351,29 +363,3 @@ def test_attention_counts_in_the_balance_of_the_ranks():
     (by_tokens,) = plan_micro_batches(batch, 1000, 2)
     assert sorted(by_tokens) == [[0, 3], [1, 2]]
     assert plan_micro_batches(batch, 1000, 2, attention_cost=0.1) == [[[0], [1, 2, 3]]]
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_that_stay_together_are_contiguous_in_one_micro_batch(seed, num_ranks, share):
-    """The groups are pairs. If the prompts of a pair differ, the tokens of both prompts count."""
-    rng = random.Random(seed)
-    samples = make_samples(seed, num_groups=6, group_size=2)
-    for sample in samples:
-        sample.mask[-1] = 1
-        if rng.random() < 0.2:
-            sample.tokens[0] = 99
-    batch = collate(samples)
-    plans = plan_micro_batches(batch, 85, num_ranks, share, keep_groups_together=True)
-    assert len(plans) > 1 or num_ranks > 1
-    rows = []
-    for part in (part for micro in plans for part in micro):
-        assert part[::2] == [row - 1 for row in part[1::2]]
-        assert all(row % 2 == 0 for row in part[::2])
-        assert pack(batch.select(part), share).tokens.shape[1] <= 85
-        rows += part
-    assert sorted(rows) == list(range(12))
-    message = "a group of .* tokens exceeds max_length_per_device x sp_size = 8"
-    with pytest.raises(ValueError, match=message):
-        plan_micro_batches(batch, 8, num_ranks, share, keep_groups_together=True)
