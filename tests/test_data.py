@@ -369,22 +369,30 @@ def test_sources_of_one_length_have_different_orders():
     assert orders[0] != orders[1]
 
 
-def test_rows_of_a_source_are_held_out_without_their_copies_in_another_one():
-    def make():  # they share the rows of 20 to 29 words
-        ranges = {"a": range(30), "b": range(20, 50)}
-        return {name: make_examples(make_rows(lengths)) for name, lengths in ranges.items()}
+def contents(sets):
+    return {e.row["messages"][0]["content"] for examples in sets.values() for e in examples}
 
-    sources = make()
-    held_out = hold_out(sources, 0.3)
+
+def test_test_rows_are_held_out_by_their_content_without_their_copies():
+    def hold_out_of(ratio, **ranges):
+        sources = {name: make_examples(make_rows(lengths)) for name, lengths in ranges.items()}
+        return sources, hold_out(sources, ratio)
+
+    # They share the rows of 20 to 29 words.
+    sources, held_out = hold_out_of(0.3, a=range(30), b=range(20, 50))
     assert held_out.keys() == {"a", "b"}
-
-    def contents(sets):
-        return {e.row["messages"][0]["content"] for examples in sets.values() for e in examples}
-
     assert not contents(sources) & contents(held_out)
     assert sum(map(len, sources.values())) + sum(map(len, held_out.values())) == 60
+    [in_order, reversed_, twice] = [
+        hold_out_of(0.25, a=lengths)[1]
+        for lengths in ([*range(20)], [*range(19, -1, -1)], [*range(20)] * 2)
+    ]
+    assert contents(in_order) == contents(reversed_) == contents(twice)
+    assert (len(in_order["a"]), len(twice["a"])) == (5, 10)
     with pytest.raises(ValueError, match=r"data.test_ratio=0.999 .*data.path.a"):
-        hold_out(make(), 0.999)
+        hold_out_of(0.999, a=range(30), b=range(20, 50))
+    with pytest.raises(ValueError, match="data.test_ratio=0.9 leaves none of the 2 prompts"):
+        hold_out({"": make_examples(make_rows([1, 1]))}, 0.9)
 
 
 # Examples of SFT, DPO and reward models

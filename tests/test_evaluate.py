@@ -19,7 +19,7 @@ from scripted import PARAMS, make
 
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
+from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.ppo_inputs import make_prompts
 from rl2.rollout.evaluate import (
     Evaluator,
@@ -137,26 +137,6 @@ def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, dev
     alone, records, _ = evaluate(tmp_path, {"": sets["b"]}, 3)
     assert records["test"] == written["test_b"]
     assert {f"b/{name}": value for name, value in alone.items()}.items() <= metrics.items()
-
-
-def contents(prompts):
-    return [prompt.row["messages"][0]["content"] for prompt in prompts]
-
-
-def test_a_test_set_is_split_off_by_the_content_of_the_rows():
-    rows = make_rows(*"0123456789" * 2)
-    train = prompts_of(rows)
-    [test] = hold_out({"": train}, 0.25).values()
-    assert (len(train), len(test)) == (15, 5)
-    assert sorted(contents(train) + contents(test)) == sorted(f"q{i}" for i in range(20))
-    other = prompts_of(rows[::-1])
-    assert set(contents(hold_out({"": other}, 0.25)[""])) == set(contents(test))
-    # Rows with the same messages stay together.
-    twice = prompts_of(rows + rows)
-    taken = contents(hold_out({"": twice}, 0.25)[""])
-    assert not set(taken) & set(contents(twice)) and len(taken) == 10
-    with pytest.raises(ValueError, match="data.test_ratio=0.9 leaves none of the 2 prompts"):
-        hold_out({"": prompts_of(rows[:1] * 2)}, 0.9)
 
 
 def test_the_split_follows_the_keys(monkeypatch):
