@@ -26,6 +26,7 @@ from rl2.algorithms.losses import PolicyLoss
 def policy(x):
     return -x.log_ratio * x.advantages, {}
 loss = PolicyLoss(policy, settings=("clip_high",))
+aged = PolicyLoss(policy, settings=(), needs=("ages",))
 def critic(x):
     return x.rewards - x.values, x.rewards
 estimator = Estimator(critic, needs=("rewards", "values"), settings=("lamda",))

@@ -4,8 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from common import ROOT
-from configs import BASE, ROOTS, find_problems, key_types, problem_keys, write_files
+from configs import BASE, ROOTS, find_problems, key_types, write_files
 from omegaconf import OmegaConf
 
 from rl2.config.arguments import read_arguments
@@ -50,12 +49,6 @@ def test_every_number_has_a_lower_bound_and_is_finite_where_inf_is_no_bound():
         assert list(key.broken_bounds(math.nan)) == ["be a number"], name
         is_allowed = name.rpartition(".")[2] in may_be_infinite
         assert (not list(key.broken_bounds(math.inf))) == is_allowed, name
-
-
-def test_a_loss_of_ages_takes_no_rollouts_of_another_run():
-    loss = f"actor.loss={ROOT}/examples/plugins/turns_and_ages.py:aged"
-    assert problem_keys("ppo", loss, "trainer.rollouts_from=.") == ["trainer.rollouts_from"]
-    assert problem_keys("ppo", "trainer.rollouts_from=.") == problem_keys("ppo", loss) == []
 
 
 @pytest.mark.parametrize("trainer", ROOTS)
