@@ -171,7 +171,6 @@ def test_a_run_that_only_evaluates(tmp_path, monkeypatch):
         "rollout.train_sampling_params.max_new_tokens=4",
         "data.responses_per_test_prompt=2",
         "rollout.test_sampling_params.temperature=1",
-        "trainer.disable_wandb=true",
         "trainer.save_dir=run",
     ]
     done = launch_runs(2, [run])

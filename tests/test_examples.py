@@ -43,7 +43,6 @@ def make_arguments(tmp_path, rows, worker, *extra):
         f"data.test_path={tmp_path / 'test.jsonl'}",
         "trainer.test_freq=6",
         "trainer.n_epochs=3",
-        "trainer.disable_wandb=true",
         f"{worker}.max_length_per_device=200",
         f"{worker}.scheduler=linear",
         f"{worker}.warmup_ratio=0.2",

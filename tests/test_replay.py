@@ -60,7 +60,6 @@ def arguments(data, trainer, save_dir, *more):
         "data.max_length=100",
         f"{worker}.max_length_per_device=250",
         f"trainer.save_dir={save_dir}",
-        "trainer.disable_wandb=true",
         "trainer.n_epochs=2",
         "trainer.max_steps=3",
         "trainer.save_freq=1",

@@ -67,7 +67,6 @@ def set_up(folder, model):
         "actor.gradient_checkpointing=false",
         "trainer.save_freq=2",
         "trainer.keep_checkpoints=null",
-        "trainer.disable_wandb=true",
     ]
 
 
