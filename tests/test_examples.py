@@ -20,8 +20,6 @@ from common import (
     make_model,
     read_jsonl,
     read_metrics,
-    read_untimed_metrics,
-    same_weights,
     write_jsonl,
 )
 from safetensors.torch import load_file
@@ -116,12 +114,6 @@ def test_sft(tmp_path):
     rates = [line["actor/lr"] for line in lines[1:]]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert rates[-1] == pytest.approx(0.01 / 9)
-    # Killed in step 7, it resumes from step 6, inside an epoch. All trainers have this loop.
-    killed = ["sft", *arguments, "trainer.save_freq=2", f"trainer.save_dir={tmp_path}/killed"]
-    done = launch_runs(2, [["kill=7", *killed], killed])
-    assert done.stdout.count("step_6: 6 of 12 steps are done") == 1, done.stdout
-    assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
-    assert same_weights(tmp_path / "killed/model", tmp_path / "run/model")
 
 
 def preference(i, **columns):
