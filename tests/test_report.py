@@ -15,7 +15,7 @@ from common import read_cases, run_main, write_jsonl
 
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
-from rl2.report.console import Console, warn_of_checkpoints
+from rl2.report.console import Console
 from rl2.report.health import Health, find_problems
 from rl2.report.loggers import MetricsLog, start_wandb
 from rl2.report.page import find_headlines, write_page
@@ -165,12 +165,6 @@ def test_the_time_left_is_that_of_the_steps_until_now(capsys):
     assert "left" not in lines[0]
     left = [line.split("  ")[-1] for line in lines[1:]]
     assert left == ["0:00:18 left", "0:00:16 left", "0:02:34 left"]
-
-
-def test_a_run_without_checkpoints_says_so():
-    assert warn_of_checkpoints(make_config(save_freq=20)) == []
-    [sentence] = warn_of_checkpoints(make_config(SFTConfig))
-    assert "trainer.save_freq" in sentence
 
 
 @pytest.mark.parametrize("case", read_cases("health"), ids=str)
