@@ -197,10 +197,6 @@ def sequences(tokenizer, texts):
     return template.training_sequences(replies)
 
 
-def trained_text(tokenizer, tokens, mask):
-    return tokenizer.decode([t for t, trains in zip(tokens, mask, strict=True) if trains])
-
-
 def test_worked_example_of_training_sequences():
     """The example of the docstring: "." ends a turn, and the second reply continues the first."""
     tokenizer = make_tokenizer()
@@ -228,7 +224,8 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     (before, whole) = ChatTemplate(tokenizer).render_reply("plain ", "text")
     assert (before, whole) == ("plain ", "plain text")
     ((tokens, mask),) = sequences(tokenizer, [(before, whole)])
-    assert trained_text(tokenizer, tokens, mask) == "text<|im_end|>"
+    start = mask.index(1)
+    assert tokenizer.decode(tokens[start:]) == "text<|im_end|>" and all(mask[start:])
     tokenizer.add_tokens(["</call>"])  # a token that is added and not special ends no turn
     ((tokens, mask),) = sequences(tokenizer, [("", "text</call>")])
     assert tokenizer.decode(tokens) == "text</call><|im_end|>" and all(mask)

@@ -42,14 +42,6 @@ def refused(arguments, capsys) -> str:
     return capsys.readouterr().err
 
 
-def shown(arguments, capsys) -> str:
-    """What is printed in place of a run."""
-    with pytest.raises(SystemExit) as exit_:
-        parse(PPOConfig, arguments)
-    assert exit_.value.code == 0
-    return capsys.readouterr().out
-
-
 def read_rules() -> list[list[str]]:
     """(trainer, refused arguments, key of the problem, arguments that pass) of each rule."""
     lines = (ROOT / "tests/config_rules.txt").read_text(encoding="utf-8").splitlines()
@@ -306,7 +298,8 @@ def test_help_names_sections_or_their_keys(base, capsys):
         (["actor.clip"], "actor.clip_high=null", "actor.dual_clip="),
         (["all"], "critic.lr=5e-06", "nothing"),
     ]:
-        text = shown(["--help", *topic, "actor.lr=1"], capsys)
+        assert run_main(main, "ppo", "--help", *topic, "actor.lr=1") == 0
+        text = capsys.readouterr().out
         assert included in text and left_out not in text
     assert refused(["--help", "actr"], capsys).startswith("1 problem in")
 

@@ -49,11 +49,6 @@ def list_runs(capsys, *folders):
     return runs, [cells[0] for cells in rows if len(cells) == 1]
 
 
-def owner(host):
-    """The content of a lock that nobody has released."""
-    return {"pid": 2**30, "host": host, "since": ""}
-
-
 @pytest.mark.parametrize("arguments", [["ls", "."], ["sft", "--help"]])
 def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
     write_run(tmp_path / "run")
@@ -76,7 +71,7 @@ def test_the_states(tmp_path, capsys):
     write_run(tmp_path / "stopped", model_step=3, is_complete=False)
     write_run(tmp_path / "failed")
     write_run(tmp_path / "failed_later", model_step=2, is_complete=False)
-    write_run(tmp_path / "killed", lock=owner(socket.gethostname()))
+    write_run(tmp_path / "killed", lock={"pid": 2**30, "host": socket.gethostname(), "since": ""})
     write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
     write_run(tmp_path / "copied", lock=None)
     write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import subprocess
-from types import ModuleType
 
 import pytest
 from common import ROOT, make_tokenizer, read_jsonl, run_main
@@ -112,24 +111,18 @@ def list_calls(script: str, folder) -> dict[str, list[str]]:
     }
 
 
-def load_data_script(monkeypatch) -> ModuleType:
-    """examples/data.py with PUBLISHED as the hub."""
+def make_data(monkeypatch, name: str, folder) -> tuple[list[dict], list[dict]]:
+    """The rows that examples/data.py writes from PUBLISHED: (training rows, test rows)."""
     spec = importlib.util.spec_from_file_location("recipe_data", ROOT / "examples/data.py")
     data = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(data)
 
-    def load_split(name, split, configuration=None):
-        return PUBLISHED[name, configuration, split]
+    def load_split(dataset, split, configuration=None):
+        return PUBLISHED[dataset, configuration, split]
 
     monkeypatch.setattr(data, "load_split", load_split)
     monkeypatch.setattr(data, "download", lambda url: ORZ)
     monkeypatch.setattr(data, "NUM_HELD_OUT", 2)
-    return data
-
-
-def make_data(monkeypatch, name: str, folder) -> tuple[list[dict], list[dict]]:
-    """The rows that examples/data.py writes: (training rows, test rows)."""
-    data = load_data_script(monkeypatch)
     assert run_main(data.main, name, folder) == 0
     return read_jsonl(folder / "train.jsonl"), read_jsonl(folder / "test.jsonl")
 

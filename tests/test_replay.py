@@ -20,12 +20,6 @@ from common import (
 from rl2.tools import replay
 
 
-def edit_json(path, change):
-    record = json.loads(path.read_text())
-    change(record)
-    path.write_text(json.dumps(record))
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A folder with a model, an environment and the rows of all trainers."""
@@ -196,12 +190,11 @@ def test_planted_differences_are_named(runs, copied):
 
 
 def test_what_has_changed_since_the_run_is_named(copied, data, replayed, tmp_path):
-    def change(record):
-        record["date"] = "2001-02-03"
-        record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
-        record["starts"][0]["versions"]["torch"] = "0.1"
-
-    edit_json(copied / "run.json", change)
+    record = json.loads((copied / "run.json").read_text())
+    record["date"] = "2001-02-03"
+    record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
+    record["starts"][0]["versions"]["torch"] = "0.1"
+    (copied / "run.json").write_text(json.dumps(record))
     path = data / "env.py"
     text = path.read_text()
     path.write_text(text.replace("return sum", "return 1 - sum"))

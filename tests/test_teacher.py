@@ -15,8 +15,8 @@ from rl2.teacher import connect
 CPU = torch.device("cpu")
 
 
-def as_teacher(name, change=lambda path, value: value):
-    """The answers of a model. `change` may spoil them."""
+def as_teacher(name, change=lambda scores: None):
+    """The answers of a model. `change` may spoil the lists of a completion's log-probabilities."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     lock = threading.Lock()
 
@@ -36,8 +36,9 @@ def as_teacher(name, change=lambda path, value: value):
                 "tokens": [f"token_id:{token}" for token in body["prompt"]] + ["token_id:7"],
                 "token_logprobs": [*score(body["prompt"]), -0.5],  # and of a sampled token
             }
+            change(scores)
             value = {"choices": [{"text": "", "logprobs": scores}]}
-        return 200, change(path, value)
+        return 200, value
 
     return answer
 
@@ -80,17 +81,6 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
     assert len(calls) == 6
 
 
-def spoil(change):
-    """Changes the lists of a completion's log-probabilities."""
-
-    def spoil_answer(path, value):
-        if path == "/v1/completions":
-            change(value["choices"][0]["logprobs"])
-        return value
-
-    return spoil_answer
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -110,7 +100,7 @@ def spoil(change):
     ],
 )
 def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, change, words):
-    with serve_json(as_teacher(model, spoil(change))) as (url, _):
+    with serve_json(as_teacher(model, change)) as (url, _):
         with pytest.raises(RuntimeError, match=f"teacher.base_url={url}: .*{words}"):
             connect(url, None, CPU)
 
