@@ -35,18 +35,6 @@ def make_sample(prompt_length, answer_length, group=0, trajectory=0):
     return Sample(tokens, mask, zeros, zeros, group, trajectory)
 
 
-def test_columns_are_aligned_with_the_predicted_token():
-    first = Sample([5, 6, 7, 2], [0, 0, 1, 1], [0, 0, -0.5, -0.25], [0, 0, 0, 1.0], 3, 8)
-    second = Sample([9], [0], [0], [0], 3, 9)
-    batch = collate([first, second])
-    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0]]
-    assert batch.targets.tolist() == [[6, 7, 2], [0, 0, 0]]
-    assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]]
-    assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
-    assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
-    assert scored_spans(batch) == [(2, 3), (0, 0)]
-
-
 def test_a_sample_has_thirteen_bytes_a_token():
     """As it is kept, and as it travels to the other processes: lists had 95."""
     sample = Sample(range(9000), [1] * 9000, [-0.1] * 9000, [0.0] * 9000, 0, 0)

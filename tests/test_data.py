@@ -32,7 +32,6 @@ from rl2.data.examples import (
     Mixture,
     describe_steps,
     hold_out,
-    to_samples,
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
@@ -430,16 +429,6 @@ def test_turns_text_and_plain_messages(tmp_path):
     last = make_examples(write(tmp_path / "b.jsonl", rows), SFT_ROWS, tokenizer)
     assert last[0].sequences == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1])]
     assert [example.sequences for example in last][1:] == every[1:]
-
-
-def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
-    path = write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}])
-    examples = make_examples(path, PAIR_ROWS, with_eos())
-    samples = to_samples(list(examples))
-    tokens = [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
-    assert [list(sample.tokens) for sample in samples] == tokens
-    assert [list(sample.mask) for sample in samples] == [[0, *[1] * (len(x) - 1)] for x in tokens]
-    assert [sample.group for sample in samples] == [0, 0, 1, 1]
 
 
 def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
