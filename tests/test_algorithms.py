@@ -574,14 +574,6 @@ def test_value_loss_and_its_gradient(seed):
 # Losses of data sets
 
 
-def test_cross_entropy_by_hand():
-    logps = torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True)
-    weights = torch.tensor([[0.25, 0.75, 0.0]])
-    loss = cross_entropy(logps, weights)
-    assert loss.item() == 1.75
-    assert torch.autograd.grad(loss, logps)[0].tolist() == [[-0.25, -0.75, 0]]
-
-
 def make_pairs(seed):
     """Four pairs of rows with ragged masks. Each row has weight 1/8, and each pair has a margin."""
     generator = torch.Generator().manual_seed(seed)
