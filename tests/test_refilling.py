@@ -12,7 +12,7 @@ import torch
 from common import ROOT, launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refilling import THREE_STEPS, make_collector, rows_of
+from refilling import make_collector, rows_of
 from scripted import PARAMS, process_group  # noqa: F401
 
 from rl2.batch import collate
@@ -37,25 +37,6 @@ SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
 
 # The rows that the steps of refilling.THREE_STEPS train, and those that they filter.
 ROWS = [([1, 3, 5], [0, 2, 4]), ([6, 7, 10], [8, 9]), ([1, 3, 5], [11, 0, 2, 4])]
-
-
-def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(tmp_path):
-    collector = make_collector(tmp_path, **THREE_STEPS)
-    trajectories = collector.collect(1)
-    assert rows_of(trajectories) == ROWS[0]
-    assert collector.cursor.position == 6, "the next step begins behind the last group it took"
-    samples = take_samples(trajectories)
-    assert {sample.group for sample in samples} == {1, 3, 5} and len(samples) == 6
-    metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
-    assert (metrics["rollout/filtered"], metrics["rollout/groups"]) == (0.5, 3)
-    assert metrics["reward/mean"] == 7 / 12, "of all groups that were played"
-    trajectories = collector.collect(2)
-    assert rows_of(trajectories) == ROWS[1]
-    assert collector.cursor.position == 11 and collector.rows_done == 6
-    trajectories = collector.collect(3)  # rows 11, and 0 to 5 of the next epoch
-    assert rows_of(trajectories) == ROWS[2]
-    # The prompts of each step are its own: what it began and dropped is played anew.
-    assert {t.group for t in trajectories} == set(range(7))
 
 
 def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_path):
@@ -142,6 +123,8 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         add_ages(batch, trajectories, 1)
         assert batch.mask.tolist() == batch.ages.tolist() == [[0]]
         metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
+        assert metrics["rollout/filtered"] == 1 and metrics["rollout/groups"] == 0
+        assert metrics["reward/mean"] == 0.5, "of all groups that were played"
         health.check({**metrics, "actor/lr": 0.1, "actor/grad_norm": 0.0, "step": step})
     with pytest.raises(RuntimeError, match=r"no group was within rollout.filter.*3 x data"):
         health.stop_if_diverged()
