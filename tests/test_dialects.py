@@ -103,11 +103,15 @@ def test_an_answer_comes_back_from_the_client_as_it_was(path, answer):
     assert dialect.read(body, PARAMS).messages == [USER, answer.message(), USER]
 
 
-def test_an_answer_of_anthropic_says_how_it_ended():
+def test_an_answer_says_how_it_ended():
     for name, reason, stop in (("cut", "max_tokens", None), ("stopped", "stop_sequence", "END")):
         message = anthropic_messages.write(ANSWERS[name])
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
         assert message["usage"]["input_tokens"] == 10 and message["usage"]["output_tokens"] == 3
+    completions = {name: chat_completions.write(answer) for name, answer in ANSWERS.items()}
+    reasons = {name: each["choices"][0]["finish_reason"] for name, each in completions.items()}
+    calls = {"text and calls": "tool_calls", "calls": "tool_calls"}
+    assert reasons == dict.fromkeys(ANSWERS, "stop") | calls | {"cut": "length"}
 
 
 def test_an_error_of_anthropic_has_the_type_of_its_status():

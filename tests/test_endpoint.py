@@ -29,11 +29,24 @@ TWO_TURNS = """
         second = ask(base_url, api_key, messages)
         return {"answers": float(first["message"]["content"] + second["message"]["content"])}
 """
+TWO_TURNS_OF_A_LOOP = """
+    async def play(row, generate):
+        messages = list(row["messages"])
+        first = await generate(messages)
+        assert first.finish_reason == "stop"
+        messages += [first.message, user("sure?")]
+        second = await generate(messages)
+        return {"answers": float(first.text + second.text)}
+"""
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_agent_gives_the_tokens_of_interact(tmp_path, isolation):
-    (agent,), player = play(tmp_path, ["4", "5"], TWO_TURNS, isolation=isolation)
+@pytest.mark.parametrize(
+    "env, isolation",
+    [(TWO_TURNS, "thread"), (TWO_TURNS, "process"), (TWO_TURNS_OF_A_LOOP, "thread")],
+    ids=["agent", "agent in a process", "loop"],
+)
+def test_an_agent_gives_the_tokens_of_interact(tmp_path, env, isolation):
+    (agent,), player = play(tmp_path, ["4", "5"], env, isolation=isolation)
     assert agent.rewards == {"answers": 45.0} and agent.finish_reason == "stop"
     (sample,) = agent.samples
     assert trained_text(player, sample) == "4<|im_end|>5<|im_end|>"
@@ -117,12 +130,9 @@ REFUSED = """
 CHANGES = [
     ({"model": "gpt-4"}, "404 model='gpt-4': there is 'rl2' only"),
     ({"stop": ["END", "x"]}, "stop='END': add it to rollout.train_sampling_params.stop"),
-    ({"stop": 5}, "not iterable"),
-    ({"max_tokens": -1}, "max_tokens=-1, expected a whole number above 0"),
     ({"max_completion_tokens": 1.5}, "max_tokens=1.5, expected a whole number above 0"),
     ({"messages": []}, "expected text or a list of messages, not empty"),
     ({"messages": [{"role": "user", "content": "\udce9"}]}, "surrogates not allowed"),
-    ({"messages": "plain text"}, "cannot be answered"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": 1}]}]}, "'function'"),
     ({"tools": [1]}, "cannot be answered"),
     ({"tools": [{"function": {"name": ""}}]}, "expected text, not empty"),
@@ -250,7 +260,7 @@ def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
 @pytest.mark.parametrize(
     "fault, reason",
     [
-        ("raise KeyError('lost')", "KeyError: 'lost'"),
+        ("raise KeyError(base_url, api_key)", "/SECRET/v1', 'API_KEY'"),
         ("await asyncio.sleep(1000)", "=2 s; until then the model has answered it 1 times"),
         ("return float('nan')", "to be finite"),
         ("return None", "run returned no reward, and the env file has no reward_fn"),
@@ -464,13 +474,6 @@ def test_each_trajectory_has_an_address_and_a_key_of_its_own(tmp_path, host):
     trajectories, player = play(tmp_path, ["b"], env, **options)
     expected = {"run": float(host != LOCAL_HOST)}
     assert [t.rewards for t in trajectories] == [expected] * 2, player.failures.last
-
-
-def test_an_agent_that_fails_does_not_tell_its_secrets(tmp_path):
-    env = "def run(base_url, api_key): raise ValueError(base_url, api_key)"
-    (trajectory,), player = play(tmp_path, [], env)
-    text = str(player.failures.last)
-    assert "/SECRET/v1', 'API_KEY'" in text, text
 
 
 @pytest.mark.parametrize(

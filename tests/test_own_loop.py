@@ -2,23 +2,12 @@
 
 import pytest
 from common import pack_rows
+from env_helpers import make_agent, play, trained_text
 from scripted import PARAMS, make_row, process_group  # noqa: F401
-from test_endpoint import TWO_TURNS, describe, make_agent, play
-from test_env_objects import trained_text
 
 from rl2.config.schema import RolloutConfig
 from rl2.env.load import load_env
 from rl2.ppo_inputs import read_envs
-
-TWO_TURNS_OF_ITS_OWN = """
-    async def play(row, generate):
-        messages = list(row["messages"])
-        first = await generate(messages)
-        assert first.finish_reason == "stop"
-        messages += [first.message, user("sure?")]
-        second = await generate(messages)
-        return {"answers": float(first.text + second.text)}
-"""
 
 
 def play_one(tmp_path, script, env, **options):
@@ -32,15 +21,11 @@ def texts(player, trajectory):
     return [trained_text(player, sample) for sample in trajectory.samples]
 
 
-def test_it_gives_the_tokens_of_an_agent_over_http(tmp_path):
-    own, _ = play_one(tmp_path, ["4", "5"], TWO_TURNS_OF_ITS_OWN)
-    agent, _ = play_one(tmp_path, ["4", "5"], TWO_TURNS)
-    assert own.rewards == agent.rewards == {"answers": 45.0}
-    assert describe(own) == describe(agent) and own.messages == agent.messages
-
-
 def test_token_ids_continue_a_sequence_or_begin_one(tmp_path):
-    """All sampled tokens are trained once, those that the loop adds are not."""
+    """All sampled tokens are trained once, those that the loop adds are not.
+
+    Messages go on from sequences of messages only.
+    """
     env = """
         async def play(row, generate):
             prompt = [3, 40, 41]
@@ -52,26 +37,19 @@ def test_token_ids_continue_a_sequence_or_begin_one(tmp_path):
             assert second.prompt_ids == prompt + first.token_ids + [50, 51]
             again = await generate(second.prompt_ids + second.token_ids)  # nothing in between
             await generate(prompt + [60])
+            by_messages = await generate([user("a")])
+            more = await generate(by_messages.prompt_ids + by_messages.token_ids + [50])
+            await generate([user("a"), by_messages.message, more.message, user("b")])
             return 1.0
     """
-    trajectory, player = play_one(tmp_path, ["ab", "c", "d", "e"], env)
-    long, short = trajectory.samples
-    assert texts(player, trajectory) == ["ab<|im_end|>c<|im_end|>d<|im_end|>", "e<|im_end|>"]
+    trajectory, player = play_one(tmp_path, ["ab", *"cdefgh"], env, max_turns=7)
+    long, short, *of_messages = texts(player, trajectory)
+    assert long == "ab<|im_end|>c<|im_end|>d<|im_end|>" and short == "e<|im_end|>"
+    assert of_messages == ["f<|im_end|>g<|im_end|>", "h<|im_end|>"]
+    long, short, *_ = trajectory.samples
     assert list(long.mask) == [0] * 3 + [1] * 3 + [0] * 2 + [1] * 4
     assert list(short.tokens[:4]) == [3, 40, 41, 60] and list(short.mask) == [0] * 4 + [1] * 2
-    assert trajectory.rewards == {"play": 1.0} and trajectory.num_turns == 4
-
-
-def test_messages_go_on_from_their_own_sequences_only(tmp_path):
-    env = """
-        async def play(row, generate):
-            first = await generate([user("a")])
-            await generate(first.prompt_ids + first.token_ids + [50])
-            await generate([user("a"), first.message, user("b")])
-            return 1.0
-    """
-    trajectory, player = play_one(tmp_path, ["1", "2", "3"], env)
-    assert texts(player, trajectory) == ["1<|im_end|>2<|im_end|>", "3<|im_end|>"]
+    assert trajectory.rewards == {"play": 1.0} and trajectory.num_turns == 7
 
 
 @pytest.mark.parametrize(
