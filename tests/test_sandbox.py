@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from common import read_cases
+from env_helpers import wait_until
 
 from rl2.rewards import sandbox
 from rl2.rewards.sandbox import Limits, Program, run
@@ -72,14 +72,6 @@ def find_processes(folder):
     return processes
 
 
-def wait_until(condition):
-    for _ in range(1200):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise TimeoutError
-
-
 def run_one(text, stdin=b"", limits=QUICK, **options):
     [result] = run(Program(textwrap.dedent(text), stdin), limits=limits, **options)
     return result
@@ -107,11 +99,13 @@ def test_fork_bombs_are_ended_beside_busy_processes(strength, folder):
     check_nothing_is_left(folder, strength)
 
 
-@pytest.mark.parametrize("name", CASES["bad_ends"])
-def test_attacks_that_end_badly(name, strength, folder):
-    result = run_one(CASES["bad_ends"][name], strength=strength)
-    assert result.status in ("failed", "killed", "timed out", "starved")
-    assert len(result.stdout) <= QUICK.file_bytes
+def test_attacks_that_end_badly(strength, folder):
+    """Side by side, so that they attack each other too."""
+    attacks = CASES["bad_ends"]
+    results = run(*map(Program, attacks.values()), limits=QUICK, strength=strength)
+    for name, result in zip(attacks, results, strict=True):
+        assert result.status in ("failed", "killed", "timed out", "starved"), name
+        assert len(result.stdout) <= QUICK.file_bytes
     check_nothing_is_left(folder, strength)
 
 
