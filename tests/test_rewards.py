@@ -156,9 +156,9 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, mo
     "name, half, most_accepted, most_denied",
     [
         ("maths_held_out", "A", 0, 0.04),
-        ("maths_held_out", "B", 2, 0.04),
+        pytest.param("maths_held_out", "B", 2, 0.04, marks=pytest.mark.nightly),
         ("maths_held_out_2", "A", 0, 0.04),
-        ("maths_held_out_2", "B", 1, 0.04),
+        pytest.param("maths_held_out_2", "B", 1, 0.04, marks=pytest.mark.nightly),
         ("maths_replies", "A", 0, 0.04),
         pytest.param("maths_held_out_3", "B", 8, 0.08, marks=pytest.mark.nightly),
         pytest.param("maths_replies", "B", 0, 0.04, marks=pytest.mark.nightly),
@@ -181,36 +181,6 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(
     accepted, denied = find_errors(cases)
     assert len(accepted) <= most_accepted
     assert len(denied) <= most_denied * sum(is_right for *_, is_right in cases)
-
-
-@needs_math_verify
-@pytest.mark.parametrize(
-    "field, answer, is_same",
-    [
-        (r"2\text{ minutes}", r"2\text{ hours}", False),
-        (r"2\text{ hours}\text{ or }3\text{ hours}", r"2\text{ hours}", False),
-        (r"4\text{ m}^2", r"4\text{ cm}", False),
-        (r"18.90\text{ cents}", r"\$18.90", False),
-        (r"5\approx 6", "5", False),
-        ("3:4:1", r"\frac{3}{4}", False),
-        ("12 500", "12500", True),
-        ("(2;3]", "(2,3]", True),
-        (r"x\ne 2", r"x\neq 2", True),
-        (r"\text{five}", "5", True),
-        (r"\text{no solution}", r"\emptyset", True),
-        (r"6.7\times 10^{-5}", ".0000672", False),
-        (r"6.72\cdot 10^{-5}", ".0000672", True),
-        (r"\pm\sqrt3", r"(-\sqrt{3},\sqrt{3})", False),
-        (r"(-\infty,-1]\cup[3,\infty)", r"x\le-1 \text{ or } x\ge3", True),
-        (r"\{x\mid x<2\text{ or }x>3\}", r"(-\infty,2)\cup(3,\infty)", True),
-        (r"7\ge x\ge-2", "[-2,7]", True),
-        (r"\pi n\ (n\in\mathbb Z)", r"x=k\pi,k\in\mathbb{Z}", True),
-        (r"2\pi n\ (n\in\mathbb Z)", r"x=k\pi,k\in\mathbb{Z}", False),
-        (r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
-    ],
-)
-def test_units_approximations_ratios_and_words(field, answer, is_same):
-    assert same_maths(field, answer) is is_same
 
 
 def test_a_percentage_is_the_number_that_the_question_asks_for():
