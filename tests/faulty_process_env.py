@@ -3,17 +3,13 @@
 import os
 import re
 import signal
-import time
 
 import faulty_env
 
 PROCESS_FAULTS = {
-    "os exit": lambda: os._exit(3),
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "crash": os.abort,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "regex": lambda: re.match("(a+)+$", "a" * 50 + "b"),
-    "long sleep": lambda: time.sleep(60),
     "closed": lambda: os.closerange(3, 65536),
 }
 FAULTS = {**faulty_env.REWARD_FAULTS, **PROCESS_FAULTS}

@@ -410,11 +410,8 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
         ("def run(base_url): ...\ndef interact(messages): ...", {}, "`run` plays the whole"),
         ("def run(base_url): ...", {"is_partial": True}, "rollout.partial=true moves"),
         ("def run(base_url, level): ...", {}, "run needs column 'level'"),
-        ("def run(command): ...", {}, "expected a function reward_fn"),
-        ("def run(base_url, /): ...", {}, "its arguments are passed by name"),
         ("def play(row, generate): ...", {}, "must be async"),
         ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
-        ("async def play(generate): ...\ndef interact(messages): ...", {}, "`play` plays the"),
     ],
 )
 def test_agents_and_loops_that_cannot_work_are_refused(tmp_path, env, options, message):

@@ -61,7 +61,8 @@ SAME_PARTS = """
 SAME_METHOD = """
     class make_env:
         def step(self, message, turn): return {"reward": 0.25, "done": True}
-        def reward(self): return {"right": 0.5, "environment": 1.0}
+        def reward(self): return {"right": 0.5}
+        def get_reward(self): return 1.0
     def reward_fn(messages): return {"right": 1.0, "environment": 2.0}
 """
 
@@ -267,8 +268,6 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
         (call_text("helper", x=1), "error: no tool 'helper'; there are fail, note"),
         (call_text("close"), "error: no tool 'close'; there are fail, note"),
         (call_text("note"), "error: note: missing a required argument: 'key'"),
-        (call_text("note", name="x"), "error: note: missing a required argument: 'key'"),
-        ("<tool_call>{oops</tool_call>", "error: the call cannot be read: "),
         (call_text("note", key="k", value=2), '{"k": 2}'),
         ('<tool_call>{"name": 5}</tool_call>', "error: no tool '5'; there are fail, note"),
         # Half of a character, which no tokenizer takes.
@@ -283,7 +282,7 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
         assert result.startswith(expected)
     assert trajectory.rewards == {"environment": 2.0} and trajectory.num_turns == 2
     ids = [m["tool_call_id"] for m in trajectory.messages if m["role"] == "tool"]
-    assert len({*ids}) == 10 and {len(i) for i in ids} == {9}
+    assert len({*ids}) == 8 and {len(i) for i in ids} == {9}
 
 
 def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
@@ -359,12 +358,3 @@ def test_a_prompt_that_does_not_fit_with_its_tools_is_a_failure(tmp_path):
     (trajectory,), player = play(tmp_path, ["x"], TOOLS, max_length=40)
     assert trajectory.finish_reason == "failed"
     assert "the prompt with the tools and the text of reset has" in str(player.failures.last)
-
-
-def test_a_trl_environment_that_owns_its_reward(tmp_path):
-    env = TRL_ENV.replace(
-        "    make_env = ",
-        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_fn\n    make_env = ",
-    )
-    (trajectory,), _ = play(tmp_path, [call_text("increment", step=2), "ok"], env)
-    assert trajectory.rewards == {"environment": 0.5}
