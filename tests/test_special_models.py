@@ -1,4 +1,4 @@
-"""Models with sinks, caps, a biased head or recurrent layers: layouts, exports and whole runs.
+"""Models with sinks, caps, a biased head, recurrent layers or towers: layouts, exports, whole runs.
 
 test_windows.py compares their answers with transformers, the admission their log-probabilities and
 gradients.
@@ -30,11 +30,13 @@ from parity import (
     two_steps,
     worker_config,
 )
+from test_towers import FAMILIES as TOWERS
+from test_towers import load_plain, save_family
 from transformers import AutoModelForCausalLM
 
 from rl2.worker import Worker
 
-FAMILIES = [*SPECIAL, *RECURRENT, "glm4_moe"]
+FAMILIES = [*SPECIAL, *RECURRENT, *TOWERS, "glm4_moe"]
 
 
 # Of two processes. Models with sinks have no plan of tensor parallelism that rl2 knows, and
@@ -45,8 +47,8 @@ LAYOUTS = {"fsdp": {}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
 def families_of(layout):
     """Families whose layers differ in this layout."""
     if layout == "fsdp":
-        return [*RECURRENT, "glm4_moe"]
-    return list(SPECIAL) if layout == "sp" else ["gemma2", "phi"]
+        return [*RECURRENT, *TOWERS, "glm4_moe"]
+    return [*SPECIAL, *TOWERS] if layout == "sp" else ["gemma2", "phi"]
 
 
 def two_updates(folder, families, **changes):
@@ -65,6 +67,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for family, overrides in (SPECIAL | RECURRENT).items():
         make_model(folder / family, family, **overrides)
+    for family in TOWERS:
+        save_family(family, folder / family)
     make_routed(folder / "glm4_moe")
     return folder
 
@@ -75,7 +79,10 @@ def test_layouts_give_the_updates_of_one_process(folder, device):
     """
     launch(2, __file__, folder, folder / "out")
     expected = two_updates(folder, FAMILIES, share_prompts=False)
-    starts = {f: AutoModelForCausalLM.from_pretrained(folder / f).state_dict() for f in FAMILIES}
+    starts = {}
+    for family in FAMILIES:
+        load = load_plain if family in TOWERS else AutoModelForCausalLM.from_pretrained
+        starts[family] = load(folder / family).state_dict()
     for layout, results in torch.load(folder / "out").items():
         assert list(results) == families_of(layout)
         for family, result in results.items():

@@ -1,20 +1,13 @@
-"""Models with a frozen vision tower: trained on text, against plain Hugging Face models."""
+"""Models with a frozen vision tower: trained on text, against plain Hugging Face models.
 
-import sys
+test_special_models.py tests their layouts.
+"""
 
 import pytest
 import torch
-from common import check_adapter, launch, make_tokenizer
+from common import check_adapter, make_tokenizer
 from engine_contract import check_logps, play
-from parity import (
-    SMALL_BUDGET,
-    assert_equal_steps,
-    make_batch,
-    policy_loss,
-    save_layouts,
-    two_steps,
-    worker_config,
-)
+from parity import make_batch, policy_loss, worker_config
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -118,34 +111,6 @@ def tower_weights(hf):
     return weights
 
 
-# Of two processes: many packs without shared prompts, and one with them.
-LAYOUTS = {
-    "fsdp": {"share_prompts": False, "max_length_per_device": SMALL_BUDGET},
-    "sp": {"sp_size": 2, "gradient_checkpointing": 1},
-}
-
-
-def two_updates(folder, **changes):
-    """The results of two updates by the name of the family."""
-    results = {}
-    for family in FAMILIES:
-        name = f"{folder}/{family}"
-        results[family] = two_steps(name, False, torch.device("cpu"), make_batch(), **changes)
-    return results
-
-
-def test_updates_of_two_processes_are_those_of_one(folder, device):
-    """The admission compares that one with transformers. The towers keep their bits."""
-    launch(2, __file__, folder, folder / "out")
-    expected = two_updates(folder)
-    towers = {family: tower_weights(load_plain(folder / family)) for family in FAMILIES}
-    for layout, results in torch.load(folder / "out").items():
-        for family, result in results.items():
-            assert_equal_steps(result, expected[family], (layout, family))
-            for key, weight in towers[family].items():
-                assert torch.equal(result["weights"][key], weight), (layout, key)
-
-
 def test_the_engine_and_the_export_have_the_towers(tmp_path, name, device):
     check_model("actor.model_name", name)
     worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
@@ -193,7 +158,3 @@ def test_the_text_model_alone_is_trained_and_stored_in_few_bits(tmp_path, name, 
     if changes == {"lora_rank": 3}:
         worker.export(str(tmp_path / "export"), make_tokenizer())
         check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
-
-
-if __name__ == "__main__":  # a process of the test of layouts
-    save_layouts(two_updates, LAYOUTS, *sys.argv[1:])
