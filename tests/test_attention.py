@@ -4,12 +4,11 @@ ring.py compares packed attention with plain attention, also in one process; tes
 runs the kernels of GPUs themselves.
 """
 
-import random
-
 import pytest
 import torch
 from common import launch
-from plain_attention import as_pack, layout, reference, restrict
+from plain_attention import as_pack
+from ring import Pack, check
 
 from rl2.attention import kernels as attention
 from rl2.attention.kernels import Block, backward_block, forward_block
@@ -25,21 +24,9 @@ def packed_attention(cu, prefixes):
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_long_documents_and_sinks(window):
-    """In fp32, compared with `reference` in fp64. ring.py has no document with its own call."""
-    cu, prefixes, sees = layout(random.Random(300), 3, 300)
-    torch.manual_seed(0)
-    shapes = [(1, n, cu[-1], 24) for n in (6, 2, 2)] + [(6,)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    out = packed_attention(cu, prefixes)(None, *inputs[:3], 0.3, window, inputs[3])
-    d_out = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, inputs, d_out)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    mask = restrict(sees, cu, prefixes, window)
-    expected_out = reference(*doubles[:3], mask, 0.3, doubles[3])
-    expected = torch.autograd.grad(expected_out, doubles, d_out.double())
-    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
-    for name, gradient, exact in zip("qkvs", gradients, expected, strict=True):
-        assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
+    """ring.py has no document with its own call."""
+    pack = Pack(300, 6, 2, 24, 300, torch.float32, window, has_sinks=True)
+    check(pack, pack.full_attention(), None)
 
 
 def test_a_sink_without_bounds_takes_all_or_nothing():
