@@ -21,12 +21,10 @@ from figures import record
 from tools import (
     DEVICE,
     DRY,
-    copy_bandwidth,
     make_batch,
     make_model,
     need,
     policy_loss,
-    seconds,
     sglang_args,
     used_gib,
     worker_config,
@@ -167,13 +165,11 @@ def sglang():
 def check_sleep(actor, engine, before):
     """Measures memory and seconds of sleeping, waking and loading the same weights, many times.
 
-    `before` is the GPU memory in use, in GiB, when there was no engine. The bytes of weights loaded
-    per second are compared with the bandwidth of a copy on the device. Memory, open files and
+    `before` is the GPU memory in use, in GiB, when there was no engine. Memory, open files and
     shared memory do not grow with the rounds, and answers stay.
     """
     dtype = engine_dtype()
     size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
-    walk = seconds(lambda: [None for _ in actor.iter_full_weights(dtype)], 3, 1)
     running = used_gib()
     prompts = make_prompts(8, 50, 1000)
     rounds, files, shared, answers = [], [], [], []
@@ -193,10 +189,8 @@ def check_sleep(actor, engine, before):
         shared.append(shutil.disk_usage("/dev/shm").used / 2**20)
         answers.append(greedy_tokens(engine, prompts))
     best = {verb: min(times[verb] for times, _ in rounds) for verb in rounds[0][0]}
-    copied = copy_bandwidth()
     record(**{f"{verb}_seconds": value for verb, value in best.items()})
-    record(weights_alone_seconds=walk, gigabytes=size / 1e9, gb_per_s=size / best["load"] / 1e9)
-    record(share_of_copy_bandwidth=size / best["load"] / copied)
+    record(gigabytes=size / 1e9, gb_per_s=size / best["load"] / 1e9)
     record(before_gib=before, running_gib=running)
     used = rounds[-1][1]
     record(**{f"{verb}_gib": value for verb, value in used.items()})

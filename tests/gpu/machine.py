@@ -1,4 +1,4 @@
-"""What the machine is: its hardware, and how fast its GPU computes and copies."""
+"""What the machine is: its hardware, and whether torch and SGLang can use it."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import torch
 from figures import record
-from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need
+from tools import DEVICE, DRY, need
 
 from rl2.config.engines import cuda_home, installation_problems
 from rl2.engine.sglang import cudart_folder
@@ -61,8 +61,8 @@ def _preload_problems(folder: str | None) -> list[str]:
 
 
 def device():
-    """Measures a matrix product and a copy. Calls the flash operator with its documented shapes,
-    because its signature is what a new torch version is most likely to change.
+    """Records the GPU. Calls the flash operator with its documented shapes, because its signature
+    is what a new torch version is most likely to change.
     """
     from rl2.attention.kernels import Block, forward_block
 
@@ -73,7 +73,6 @@ def device():
             memory_gib=properties.total_memory / 2**30,
             capability=f"{properties.major}.{properties.minor}",
         )
-    record(matrix_tflops=matrix_peak() / 1e12, copy_gb_per_s=copy_bandwidth() / 1e9)
     q = torch.randn(8, 4, 64, device=DEVICE, dtype=torch.bfloat16)
     out, lse = forward_block(q, q[:, :2], q[:, :2], Block([0, 3, 8], [0, 3, 8], True), 0.125)
     assert out.shape == (8, 4, 64) and lse.shape == (8, 4) and lse.dtype == torch.float32

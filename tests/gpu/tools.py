@@ -3,8 +3,6 @@
 import gc
 import json
 import os
-import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -59,19 +57,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(function, repeats: int = 5, warm: int = 2) -> float:
-    """Returns the median time of a call in seconds, including the device's work."""
-    times = []
-    for i in range(warm + repeats):
-        synchronize()
-        start = time.perf_counter()
-        function()
-        synchronize()
-        if i >= warm:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def used_gib() -> float:
     """Returns the GPU memory in use by all processes, in GiB; 0 on a CPU."""
     if DRY:
@@ -93,20 +78,6 @@ def reset_peak() -> None:
 def allocated_gib() -> float:
     """Returns the GPU memory that this process's tensors take, in GiB; 0 on a CPU."""
     return 0.0 if DRY else torch.cuda.memory_allocated() / 2**30
-
-
-def matrix_peak() -> float:
-    """Returns the FLOP/s of a large bf16 matrix product on random data."""
-    size = 256 if DRY else 8192
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: a @ b, repeats=10, warm=3)
-
-
-def copy_bandwidth() -> float:
-    """Returns the bytes per second that a copy on the device writes. It reads as many bytes."""
-    source = torch.randn(2**20 if DRY else 2**30, device=DEVICE)
-    target = torch.empty_like(source)
-    return source.nbytes / seconds(lambda: target.copy_(source), repeats=10, warm=3)
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
