@@ -21,7 +21,6 @@ PARTS = {
     "device": Part("machine.py", 40, ("facts",)),
     "attention": Part("operators.py", 60, ("device",)),
     "worker": Part("training.py", 100, ("device",)),
-    "offload": Part("training.py", 50, ("device",)),
     "resume": Part("training.py", 80, ("device",)),
     "head": Part("operators.py", 40, ("device",)),
     "sglang_facts": Part("machine.py", 30, ("facts",)),
@@ -29,7 +28,7 @@ PARTS = {
         "engines.py", 250, ("device", "sglang_facts"), "contract", ("sglang", 64)
     ),
     "sglang": Part("engines.py", 300, ("sglang_contract",)),
-    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "offload")),
+    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "resume")),
     "sglang_resume": Part("runs.py", 180, ("sglang_contract",)),
     "plan": Part("memory.py", 90, ("device",)),
     "local_contract": Part("engines.py", 60, ("device",), "contract", ("local", 16)),
