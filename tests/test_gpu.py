@@ -1,11 +1,12 @@
 """Rehearses the parts of tests/gpu on a CPU, with tiny shapes."""
 
-import ast
+import json
 import os
 import subprocess
 import sys
 
-from common import ROOT
+import pytest
+from common import ROOT, launch, read_jsonl
 
 GPU = ROOT / "tests/gpu"
 sys.path.insert(0, str(GPU))
@@ -18,16 +19,6 @@ def shell(*words, **env):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
-def test_every_part_is_there_and_needs_earlier_ones():
-    for number, (name, part) in enumerate(PARTS.items()):
-        functions = {
-            getattr(node, "name", "") for node in ast.parse((GPU / part.file).read_text()).body
-        }
-        assert (part.function or name) in functions, f"{part.file} has no {name}"
-        assert set(part.needs) <= set(list(PARTS)[:number]), name
-    assert shell("--list").stdout.split()[::3] == list(PARTS)
-
-
 def test_without_a_gpu_it_says_so(tmp_path):
     done = shell("--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert (
@@ -38,16 +29,43 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-NEED_MORE = {name for name in PARTS if name.startswith(("sglang", "vllm", "plan"))}
-
-
-def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path):
-    done = shell("--out", tmp_path, "--fork", RL2_DEVICE="cpu")
+def test_the_outcomes_of_parts_are_in_a_table(tmp_path):
+    """SGLang is not installed, so the second part is skipped, and with it the one that needs it."""
+    names = ("facts", "sglang_facts", "sglang_contract")
+    done = shell("--out", tmp_path, *names, RL2_DEVICE="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = tmp_path.glob("gpu-*-dry.md")
     text = result.read_text()
     assert "a dry run" in text and "torch 2" in text
-    skipped = {name for name in PARTS if f"| {name} | skipped |" in text}
-    assert skipped == NEED_MORE
-    for name in PARTS.keys() - NEED_MORE:
-        assert f"| {name} | passed |" in text, name
+    assert "| facts | passed |" in text and "| sglang_facts | skipped |" in text
+    assert "needs sglang_facts, which was skipped" in text
+
+
+NEED_MORE = {name for name in PARTS if name.startswith(("sglang", "vllm", "plan"))}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folder of the models of all parts."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_can_be_rehearsed_on_a_cpu(tmp_path, monkeypatch, models, name):
+    part, figures = PARTS[name], tmp_path / "figures"
+    figures.touch()
+    for key, value in {
+        "RL2_DEVICE": "cpu",
+        "RL2_GPU_MODELS": models,
+        "RL2_GPU_FIGURES": figures,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }.items():
+        monkeypatch.setenv(key, str(value))
+    if part.function == "two_gpus":
+        launch(2, GPU / part.file, *part.arguments)
+    else:
+        function = [GPU / part.file, part.function or name, json.dumps(part.arguments)]
+        launch(1, GPU / "part.py", *function, figures, 300, check=name not in NEED_MORE)
+    reasons = [line["reason"] for line in read_jsonl(figures) if "reason" in line]
+    assert len(reasons) == (name in NEED_MORE), reasons

@@ -1,5 +1,6 @@
 """What the machine is: its hardware, and whether torch and SGLang can use it."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -28,9 +29,8 @@ def facts():
         cuda_of_torch=str(torch.version.cuda),
         compilers=" ".join(filter(shutil.which, ("nvcc", "ninja", "c++"))) or "none",
     )
-    import runs
-
-    runs.import_all()
+    for name in ("operators", "training", "memory", "engines", "runs", "rl2.trainer.ppo"):
+        importlib.import_module(name)
     assert DRY or torch.cuda.is_available(), "the driver is too old for torch"
     assert shm_free >= LEAST_SHM_GIB, f"/dev/shm has {shm_free:.2f} GiB: --shm-size=16g, --ipc=host"
 

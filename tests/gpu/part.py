@@ -5,7 +5,7 @@ exit status is 0 if the part passed, 77 if it was skipped, anything else if it f
 """
 
 import faulthandler
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -21,10 +21,7 @@ def main(path: str, function: str, arguments: str, figures: str, limit: str) -> 
     from figures import Skip, record
 
     try:
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = importlib.import_module(Path(path).stem)
         getattr(module, function)(*json.loads(arguments))
     except Skip as reason:
         record(reason=str(reason))

@@ -39,21 +39,21 @@ class Outcome:
         return f"| {self.name} | {self.result} | {self.seconds:.0f} | {text} |"
 
 
-def run_part(name: str, part: Part, limit: float, log, forks: bool = False) -> Outcome:
+def run_part(name: str, part: Part, limit: float, log) -> Outcome:
     """Runs one part in its own process and returns its outcome. `limit` is in seconds.
 
-    With `forks` the process has the modules that this one has imported. On return, no process of
-    the part is left.
+    On return, no process of the part is left.
     """
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         figures_file = Path(folder, "figures.jsonl")
         function = [str(HERE / part.file), part.function or name, json.dumps(part.arguments)]
-        arguments = [*function, str(figures_file), str(limit)]
-        process = psutil.Process(_start(arguments, {"RL2_GPU_MARK": mark}, log, forks))
+        command = [sys.executable, str(HERE / "part.py"), *function, str(figures_file), str(limit)]
+        env = os.environ | {"RL2_GPU_MARK": mark}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
         try:
-            status = int(process.wait(limit))
-        except psutil.TimeoutExpired:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
             status = None
             process.kill()
             process.wait()
@@ -72,28 +72,6 @@ def run_part(name: str, part: Part, limit: float, log, forks: bool = False) -> O
         reason = f"the process ended with {status}"
     result = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
     return Outcome(name, result, seconds, figures, reason)
-
-
-def _start(arguments: list[str], env: dict[str, str], log, forks: bool) -> int:
-    """Starts part.py with these arguments. Returns its process id."""
-    process_id = os.fork()
-    if process_id:
-        return process_id
-    status = 1
-    try:
-        for standard in (1, 2):
-            os.dup2(log.fileno(), standard)
-        os.chdir(ROOT)
-        os.environ |= env
-        if not forks:
-            os.execv(sys.executable, [sys.executable, str(HERE / "part.py"), *arguments])
-        from part import main
-
-        status = main(*arguments)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def _end(mark: str, patience: float) -> list[str]:
@@ -135,7 +113,6 @@ def run_parts(
     file: Path,
     header: str,
     patience: int = 1,
-    forks: bool = False,
 ) -> list[Outcome]:
     """Runs all parts and returns their outcomes. A part that fails stops only those that need it.
 
@@ -157,7 +134,7 @@ def run_parts(
                 )
             else:
                 print(f"{name} ...", flush=True)
-                outcome = run_part(name, part, part.limit * patience, log, forks)
+                outcome = run_part(name, part, part.limit * patience, log)
             if outcome.result in ("failed", "timed out"):
                 print(_log_end(Path(log.name), name), flush=True)
             outcomes.append(outcome)
@@ -195,9 +172,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the result file"
     )
-    parser.add_argument(
-        "--fork", action="store_true", help="import once and fork the parts; on a CPU only"
-    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -234,10 +208,6 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not dry and not has_gpu():
         return 3
-    if arguments.fork:
-        import runs
-
-        runs.import_all()
     wanted = {
         name: part for name, part in PARTS.items() if name in arguments.parts or not arguments.parts
     }
@@ -248,7 +218,7 @@ def main() -> int:
         models = Path(os.environ.setdefault("RL2_GPU_MODELS", temporary))
         models.mkdir(parents=True, exist_ok=True)
         patience = DRY_PATIENCE if dry else 1
-        outcomes = run_parts(wanted, file, header, patience, arguments.fork)
+        outcomes = run_parts(wanted, file, header, patience)
     print(
         f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; "
         f"written to {file}"

@@ -14,7 +14,6 @@
 # RL2_GPU_MODELS is a folder where the models stay between calls.
 #
 # RL2_DEVICE=cpu rehearses the parts on a CPU with tiny shapes. This tests the parts, not the GPU.
-# With --fork they share the imports of one process, which is faster.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/sglang:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1

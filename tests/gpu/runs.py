@@ -1,6 +1,5 @@
 """Whole runs of the trainers, and the layouts of two GPUs."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ import time
 from pathlib import Path
 
 import torch
-from common import launch, read_metrics, write_letter_task
+import torch.distributed as dist
+from common import read_metrics, write_letter_task
 from figures import Skip, record
 from tools import (
     DRY,
@@ -29,19 +29,6 @@ TIMES = (
     "actor/grad_norm",
     "memory/peak_gib",
 )
-
-
-def import_all():
-    """Imports what the parts import."""
-    for name in (
-        "operators",
-        "training",
-        "memory",
-        "engines",
-        "rl2.trainer.ppo",
-        "rl2.trainer.sft",
-    ):
-        importlib.import_module(name)
 
 
 def run_program(*command):
@@ -203,9 +190,7 @@ def need_two_gpus():
 def two_gpus(layout):
     """Checks that two updates on two GPUs equal those of one process on a CPU."""
     need_two_gpus()
-    start = launch if DRY else torchrun
-    make_model("small")  # before both processes read it
-    start(2, __file__, layout)
+    torchrun(2, __file__, layout)
 
 
 def _compare_layout(layout):
@@ -213,9 +198,12 @@ def _compare_layout(layout):
 
     from rl2.parallel.mesh import init_distributed
 
-    batch = make_batch(longest=90)
+    device = init_distributed()
+    if dist.get_rank() == 0:
+        make_model("small")
+    dist.barrier()
     settings = {"max_length_per_device": 400, **LAYOUTS[layout]}
-    compare_with_cpu(init_distributed(), batch, **settings)
+    compare_with_cpu(device, make_batch(longest=90), **settings)
 
 
 if __name__ == "__main__":
