@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import read_metrics, write_letter_task
+from common import letter_run, read_metrics, write_letter_task
 from figures import Skip, record
 from tools import (
     DRY,
@@ -130,17 +130,12 @@ def sglang_resume():
     with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
         keys = [
-            *write_letter_task(folder),
-            f"actor.model_name={make_model('small')}",
-            "rollout.engine=sglang",
-            "data.prompts_per_rollout=4",
-            "data.responses_per_prompt=4",
-            "rollout.train_sampling_params.max_new_tokens=16",
+            *letter_run(folder, make_model("small")),
+            "actor.dtype=auto",
             "actor.lr=1e-6",
-            "adv.norm_var=true",
+            "rollout.engine=sglang",
             "trainer.max_steps=4",
             "trainer.save_freq=1",
-            "trainer.disable_wandb=true",
             f"trainer.save_dir={folder / 'run'}",
             *sglang_keys(),
         ]
