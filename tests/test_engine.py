@@ -7,15 +7,13 @@ from unittest import mock
 import pytest
 import torch
 from common import make_model, make_tokenizer
-from engine_contract import check_contract, check_logps, make_prompts, play
+from engine_contract import check_contract, make_prompts, play
 from parity import worker_config
 from transformers import AutoModelForCausalLM
 
-from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import choose_engine
 from rl2.engine import linear
 from rl2.engine.base import EngineSettings, SamplingParams, check_request
-from rl2.engine.cache import DenseKVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.vllm_start import engine_arguments
@@ -106,20 +104,6 @@ def test_the_logits_are_fp32_whatever_the_dtype(llama, monkeypatch, packed):
     expected = hidden.double() @ head.weight.double().T
     logits = linear.head_logits(head, hidden)
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=2e-5)
-    engine.close()
-
-
-def test_the_cache_of_gpus(llama, monkeypatch):
-    """Here on a CPU. Slots move to the front, and the cache grows, while requests end."""
-    monkeypatch.setattr(DenseKVCache, "growth", PAGE_SIZE_TOKENS)
-    monkeypatch.setattr(LocalEngine, "_new_cache", lambda e: DenseKVCache(e.max_running_requests))
-    prompts = make_prompts(24) + [[5] * 70]
-    engine = make_engine(llama, max_running_requests=20, deterministic=False)
-    move_slot = mock.Mock(wraps=engine.cache.move_slot)
-    monkeypatch.setattr(engine.cache, "move_slot", move_slot)
-    answers = play(engine, prompts, max_new_tokens=75, stop_token_ids=(10, 11))
-    assert move_slot.called
-    check_logps(answers, prompts, AutoModelForCausalLM.from_pretrained(llama), 1.0)
     engine.close()
 
 

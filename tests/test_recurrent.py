@@ -4,6 +4,8 @@ test_windows.py compares their answers with transformers, the admission their lo
 gradients; test_special_models.py their layouts and whole runs.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from common import (
@@ -13,14 +15,16 @@ from common import (
     make_samples,
     make_tokenizer,
 )
-from engine_contract import check_logps, play
+from engine_contract import check_logps, make_prompts, play
 from parity import make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
 
+from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.attention.ring import Ring
 from rl2.batch import collate
 from rl2.config.conditions import Exactness
 from rl2.engine.base import EngineSettings
+from rl2.engine.cache import DenseKVCache
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import (
     gradients_of,
@@ -132,19 +136,21 @@ def test_slots_begin_with_the_state_of_their_prompt(name):
 
 
 @each("jamba", "lfm2")
-def test_slots_move_with_their_states(name):
-    """Without equal bits, busy slots move to the front when others end."""
+def test_slots_move_with_their_keys_and_states(name, monkeypatch):
+    """Without equal bits, busy slots move to the front when others end. The cache is that of GPUs,
+    which grows meanwhile.
+    """
+    monkeypatch.setattr(DenseKVCache, "growth", PAGE_SIZE_TOKENS)
+    monkeypatch.setattr(LocalEngine, "_new_cache", lambda e: DenseKVCache(e.max_running_requests))
     settings = EngineSettings(
-        name, torch.float32, CPU, max_running_requests=24, deterministic=False
+        name, torch.float32, CPU, max_running_requests=20, deterministic=False
     )
     engine = LocalEngine(settings)
     plain = AutoModelForCausalLM.from_pretrained(name)
-    moves = []
-    move_slot = engine.states.move_slot
-    engine.states.move_slot = lambda *slots: moves.append(slots) or move_slot(*slots)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 98, (9,), generator=generator).tolist() for _ in range(24)]
-    answers = play(engine, prompts, max_new_tokens=60, stop_token_ids=tuple(range(3, 10)))
-    assert moves
+    move_slot = mock.Mock(wraps=engine.states.move_slot)
+    monkeypatch.setattr(engine.states, "move_slot", move_slot)
+    prompts = make_prompts(24) + [[5] * 70]
+    answers = play(engine, prompts, max_new_tokens=75, stop_token_ids=tuple(range(3, 10)))
+    assert move_slot.called
     check_logps(answers, prompts, plain, 1.0)
     engine.close()
