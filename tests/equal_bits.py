@@ -23,7 +23,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +39,7 @@ from common import (
 )
 from common import run as run_python
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -373,32 +371,23 @@ def read_results(folder: Path, run: Run, output: str) -> dict:
     return {"values": values, "crash": None}
 
 
-def load_checkpoint(folder: Path) -> dict[str, object]:
-    """Whole tensors and other values of a distributed checkpoint, by their paths in its state."""
-    state: dict = {}
-    reader = dcp.FileSystemReader(folder)
-    _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return dict(flatten(state))
+def load_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of a distributed checkpoint by their names."""
+    state = {}
+    for name, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
 
 
-def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """(path, leaf) of nested dicts and lists."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from flatten(item, f"{path}/{key}")
-    else:
-        yield path, value
-
-
-def hash_tensors(state: dict[str, object], name: str) -> dict[str, str]:
-    """The SHA-256 of each tensor's type, shape and bytes; other values are left out."""
+def hash_tensors(state: dict[str, torch.Tensor], name: str) -> dict[str, str]:
+    """The SHA-256 of each tensor's type, shape and bytes."""
     digests = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-            digests[f"{name} tensor {key}"] = digest.hexdigest()
+        digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digests[f"{name} tensor {key}"] = digest.hexdigest()
     return digests
 
 
