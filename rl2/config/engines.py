@@ -45,11 +45,6 @@ def choose_engine(name: str) -> tuple[str, str]:
         return "local", "there is no GPU"
     if installed_version("sglang"):
         return "sglang", "there are GPUs and sglang"
-    if installed_version(*VLLM_PACKAGES):
-        return "local", (
-            "sglang is not installed, and vllm has not been tried on a GPU: rollout.engine=vllm "
-            "takes it"
-        )
     return "local", "sglang is not installed; it generates much faster on GPUs"
 
 
