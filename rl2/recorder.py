@@ -65,7 +65,6 @@ class Recorder:
         self.start_step = self.last_step = folder.start.step  # the steps that are done
         self.num_steps = num_steps
         folder.resume(self.objects, num_steps)
-        self.earlier_best = folder.best  # before the last evaluation
         self.metrics_log = MetricsLog(folder.path, self.config, self.start_step, num_steps, workers)
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
@@ -148,16 +147,13 @@ class Recorder:
     def _save(self, step: int) -> None:
         """Saves a checkpoint and deletes old ones.
 
-        Not of weights that have diverged: a run would resume from them, and fail again. They are
-        not the best ones either.
+        Not of weights that have diverged: a run would resume from them, and fail again.
         """
         folder = self.folder
         if not self.health.is_diverging and self._weights_are_finite():
             folder.save(step, self.objects, self.num_steps)
             folder.prune(self.health.proven_step)
             return
-        if self._is_best(step):
-            folder.best = self.earlier_best
         if is_first_rank():
             print(f"step {step} gets no checkpoint, since its weights may have diverged")
 
@@ -172,7 +168,6 @@ class Recorder:
     def _judge(self, step: int, metrics: Metrics) -> None:
         """Compares an evaluation with the best one."""
         if self.folder.best is not None:
-            self.earlier_best = self.folder.best
             self.folder.best = self.folder.best.judge(step, metrics)
 
     def _is_best(self, step: int) -> bool:
