@@ -62,7 +62,6 @@ def read(reader, turn, prompt=()):
 def test_the_syntax_is_the_one_that_the_template_writes(family):
     name, _, reader = family
     assert reader.syntax.name == FAMILIES[name].syntax
-    assert not reader.warnings
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
@@ -171,11 +170,11 @@ def test_a_response_template_reads_what_rl2_does_not(written, capsys):
 
 
 @needs_response_templates
-def test_a_response_template_that_does_not_fit_is_not_used():
+def test_a_response_template_that_does_not_fit_is_not_used(capsys):
     tokenizer = make_tokenizer(make_template("qwen3_coder").tokenizer.chat_template)
     tokenizer.response_template = RESPONSE_TEMPLATE
     reader = CallReader(ChatTemplate(tokenizer))
-    assert reader.syntax.name == "qwen3_coder" and not reader.warnings
+    assert reader.syntax.name == "qwen3_coder" and not capsys.readouterr().out
     turn = "<tool_call><function=find><parameter=n>1</parameter></function></tool_call>"
     assert read(reader, turn) == [ToolCall("find", {"n": 1})]
 

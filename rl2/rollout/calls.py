@@ -1,11 +1,9 @@
 """Calls of tools in the turns of a model, in the syntax that its own chat template writes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
-
-import torch.distributed as dist
 
 from rl2.data.chat import ChatTemplate
 from rl2.env.call_syntaxes import LLAMA, SYNTAXES, Syntax, ToolCall, to_call
@@ -17,6 +15,7 @@ from rl2.env.found_calls import (
     find_marked_calls,
     unreadable_call,
 )
+from rl2.parallel.rank import print_once
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
 PROBE_TOOL = "rl2_probe"
@@ -68,7 +67,6 @@ class CallReader:
     template: ChatTemplate
     syntax: Syntax | None = None
     has_response_template: bool = False  # of the tokenizer, and it reads what the template writes
-    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Chooses what reads the calls, by what reads back those that the chat template writes."""
@@ -155,6 +153,4 @@ class CallReader:
 
     def _warn(self, text: str) -> None:
         name = self.template.tokenizer.name_or_path or "the model"
-        self.warnings.append(f"warning: tools of {name}: {text}")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(self.warnings[-1])
+        print_once([f"warning: tools of {name}: {text}"])
