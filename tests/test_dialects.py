@@ -114,12 +114,6 @@ def test_an_answer_says_how_it_ended():
     assert reasons == dict.fromkeys(ANSWERS, "stop") | calls | {"cut": "length"}
 
 
-def test_an_error_of_anthropic_has_the_type_of_its_status():
-    for status, kind in ((404, "not_found_error"), (400, "invalid_request_error")):
-        error = {"type": kind, "message": "reason"}
-        assert anthropic_messages.write_error(status, "reason") == {"type": "error", "error": error}
-
-
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost"}}
 REFUSED = [
     ("chat/completions", {"logprobs": True}, "logprobs=True: only False"),

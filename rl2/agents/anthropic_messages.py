@@ -25,12 +25,6 @@ USED = (
     "max_tokens",
     "cache_control",
 )
-ERRORS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    500: "api_error",
-}
 
 
 def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
@@ -141,7 +135,6 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     yield {"type": "message_stop"}
 
 
-def write_error(status: int, reason: str) -> dict[str, Any]:
-    """Returns an error as the protocol has it."""
-    kind = ERRORS.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": reason}}
+def write_error(reason: str) -> dict[str, Any]:
+    """Returns an error as the protocol has it. Clients go by its status of HTTP."""
+    return {"type": "error", "error": {"type": "invalid_request_error", "message": reason}}

@@ -82,7 +82,7 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     yield "[DONE]"
 
 
-def write_error(status: int, reason: str) -> dict[str, Any]:
+def write_error(reason: str) -> dict[str, Any]:
     """Returns an error as the protocol has it."""
     details = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
     return {"error": details}

@@ -52,8 +52,8 @@ class Dialect(Protocol):
     def stream(self, response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         """Yields the data of the events in which a stream has the object that `write` returned."""
 
-    def write_error(self, status: int, reason: str) -> dict[str, Any]:
-        """Returns the JSON object of an error with this status of HTTP."""
+    def write_error(self, reason: str) -> dict[str, Any]:
+        """Returns the JSON object of an error."""
 
 
 # By the path behind /v1/.
@@ -149,7 +149,7 @@ class Endpoint:
         except RequestError as error:
             if address:
                 address.refusal = error.reason
-            told = (dialect or chat_completions).write_error(error.status, error.reason)
+            told = (dialect or chat_completions).write_error(error.reason)
             return web.json_response(told, status=error.status)
         if not is_stream:
             return web.json_response(whole)
