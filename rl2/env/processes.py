@@ -23,7 +23,9 @@ from rl2.env.threads import LoopThread
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
-ENDING_SECONDS = 10.0  # that a killed process may take to end; it may hang, as on a lost disk
+# How often to look whether a killed process has ended. It may hang, as on a lost disk.
+ENDING_LOOKS = 1000
+LOOK_SECONDS = 0.01
 
 
 class EnvProcess:
@@ -75,8 +77,10 @@ class EnvProcess:
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, ENDING_SECONDS)
+        for _ in range(ENDING_LOOKS):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
         status = self._process.returncode or 0
         if status < 0:
             return f"signal {-status} ({signal.strsignal(-status)})"
