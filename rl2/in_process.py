@@ -34,7 +34,7 @@ _is_training = threading.Lock()  # one run at a time: it has the process group a
 def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Path:
     """Trains in this process and returns the run folder. All threads but this one go on.
 
-    `root` is the class of the config, and start(config) trains. ConfigError lists the problems of
+    `root` is the class of the config, and start(config) trains. ValueError lists the problems of
     the keys; RuntimeError if this process has a run, a process group or other ranks.
     """
     if "RANK" in os.environ:

@@ -25,7 +25,7 @@ from rl2.config.conditions import derive_keys
 from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, NONE, has_presets, load_presets
-from rl2.config.problem import ConfigError, Problem, general_problem, refuse
+from rl2.config.problem import Problem, describe, general_problem, refuse
 from rl2.config.rules import validate
 from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
@@ -107,10 +107,10 @@ class Draft:
 
 
 def make_config(root: type, arguments: Arguments) -> Any:
-    """What `parse` does, for arguments that Python code gives. ConfigError has the problems."""
+    """What `parse` does, for arguments that Python code gives. ValueError lists the problems."""
     draft = compose(root, arguments)
     if problems := check(draft):
-        raise ConfigError(problems)
+        raise ValueError(describe(problems))
     return draft.config
 
 

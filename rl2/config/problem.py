@@ -32,14 +32,6 @@ def general_problem(text: str) -> Problem:
     return Problem("", text)
 
 
-class ConfigError(ValueError):
-    """The problems of a config, for who calls rl2 from Python."""
-
-    def __init__(self, problems: list[Problem]):
-        super().__init__(describe(problems))
-        self.problems = problems
-
-
 def describe(problems: list[Problem]) -> str:
     """The problems as one message."""
     plural = "s" if len(problems) > 1 else ""
