@@ -25,7 +25,6 @@ from rl2.config.conditions import (
     needs_critic,
     needs_reference,
     needs_reference_point,
-    old_policy_is_sampler,
     policy_loss_needs,
 )
 from rl2.config.engines import choose_engine, has_gpu, installation_problems, installed_version
@@ -191,16 +190,6 @@ def explain_unused(config: Config, name: str) -> str:
             return f"with adv.estimator={estimator}, where it is the whole advantage"
         if name == "kl.update_freq" and not needs_reference(config):
             return "with kl.coef=0"
-        has_ratio = (
-            config.actor.updates_per_step > 1
-            or old_policy_is_sampler(config)
-            or corrects_mismatch(config.actor.loss)
-        )
-        if name == "actor.skip_threshold" and not has_ratio:
-            return (
-                "with one optimizer step per rollout, where the ratio is 1: raise "
-                "actor.update_per_rollout or actor.epochs_per_rollout"
-            )
     return explain_setting(config, name)
 
 
