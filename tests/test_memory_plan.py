@@ -7,11 +7,8 @@ from dataclasses import asdict
 import memory_fits
 import pytest
 import shapes
-from common import WINDOWED, launch, make_model, run, run_main
-from measured_memory import make_config
+from common import launch, make_model, run, run_main
 
-from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
-from rl2.tools.memory import count_equal_layers, plan_layers, predict
 from rl2.tools.plan import main
 
 SIZES = {
@@ -38,40 +35,6 @@ def test_predicted_bytes_are_those_of_a_real_run(tmp_path, world):
         assert bytes_of["predicted"].keys() == bytes_of["measured"].keys()
         for phase, measured in bytes_of["measured"].items():
             assert bytes_of["predicted"][phase] == pytest.approx(measured, rel=0.1), (job, phase)
-
-
-@pytest.mark.parametrize(
-    "kind, keys",
-    [
-        (PPOConfig, {}),
-        (DPOConfig, {"lora_rank": 4}),
-        (SFTConfig, {"gradient_checkpointing": False, "tp_size": 2}),
-        (SFTConfig, {"offload_model": True, "offload_optimizer": True}),
-    ],
-)
-def test_few_layers_give_the_plan_of_all(tmp_path, kind, keys):
-    model = make_model(tmp_path / "model", "qwen3", **SIZES | {"num_hidden_layers": 9})
-    config = make_config(kind, model, keys)
-    predicted, whole = predict(config, 2), plan_layers(config, 2)
-    # What is gathered and cut for a moment is a large part of so small a model.
-    assert predicted.peaks == pytest.approx(whole.peaks, rel=0.1)
-    assert predicted.loaded == pytest.approx(whole.loaded, rel=0.01)
-    assert predicted.steady == pytest.approx(whole.steady, rel=0.01)
-    assert predicted.engine_weights == pytest.approx(whole.engine_weights, rel=0.01)
-
-
-@pytest.mark.parametrize("family, num_layers", [("qwen3", 2), ("gemma3_text", 0)])
-def test_layers_that_are_not_alike_are_all_planned(tmp_path, family, num_layers):
-    model = make_model(tmp_path / "model", family, **WINDOWED.get(family, {}))
-    assert count_equal_layers(model) == num_layers
-
-
-def test_loading_needs_no_less_than_the_weights_that_are_loaded(tmp_path):
-    """With a large vocabulary few layers do not raise its peak, and many do."""
-    sizes = {"num_hidden_layers": 9, "vocab_size": 16384}
-    model = make_model(tmp_path / "model", "qwen3", **SIZES | sizes)
-    plan = predict(make_config(PPOConfig, model, {}), 2)
-    assert min(plan.peaks.values()) >= plan.loaded
 
 
 def test_the_table_of_the_docs_has_the_plan_of_today():

@@ -8,20 +8,15 @@ allocates is counted.
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from torch import nn
-from transformers import AutoConfig
 
 from rl2.batch import Batch
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
-from rl2.config.rules import loaded_models
 from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTConfig, worker_names
-from rl2.model.classes import language_model_class
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.ppo_setup import SHARE_BESIDE_TRAINER
@@ -36,7 +31,6 @@ from rl2.worker import Loss, SharedReference, Worker
 # What a GPU holds besides tensors: contexts of CUDA and NCCL, SGLang's graphs, gaps between
 # tensors. An estimate that has not been measured.
 OUTSIDE_BYTES = 3 * GIB
-FEW_LAYERS = (2, 4)  # of two plans that give that of all layers
 
 
 @dataclass
@@ -102,33 +96,6 @@ class PlanRecorder:
 def predict(config: Config, num_gpus: int) -> Plan:
     """Plans a trainer with this config. The process must not have a process group.
 
-    Bytes are linear in the number of layers that are alike, so that plans with few of them give
-    that with all.
-    """
-    models = [model.model_name for model in loaded_models(config).values() if model.model_name]
-    num_layers = {count_equal_layers(name) for name in dict.fromkeys(models)}
-    counts_layers = any(
-        type(getattr(config, name).gradient_checkpointing) is int for name in worker_names(config)
-    )
-    if counts_layers or len(num_layers) > 1 or max(num_layers) <= max(FEW_LAYERS):
-        return plan_layers(config, num_gpus)
-    few, more = (asdict(plan_layers(config, num_gpus, number)) for number in FEW_LAYERS)
-    steps = (num_layers.pop() - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
-
-    def extend(number: Any, other: Any) -> Any:
-        if isinstance(number, dict):
-            return {key: extend(number[key], other[key]) for key in number}
-        return round(number + steps * (other - number))
-
-    plan = Plan(**extend(few, more))
-    # Where a large vocabulary has the peak of loading, other layers do not raise it, up to here.
-    plan.peaks["load"] = max(plan.peaks["load"], plan.loaded)
-    return plan
-
-
-def plan_layers(config: Config, num_gpus: int, num_layers: int | None = None) -> Plan:
-    """Plans models that are cut to `num_layers` layers; None: with all of them.
-
     Compiled layers are planned as they are written, which needs no compiler and no less memory.
     Weights are not dithered: it takes memory only while they load, and most of the time here.
     """
@@ -137,24 +104,7 @@ def plan_layers(config: Config, num_gpus: int, num_layers: int | None = None) ->
         section = getattr(config, name)
         section.compile = section.dither_weights = False
     with planned_device(num_gpus) as memory:
-        source = ModelsWithoutValues(memory, num_layers)
-        return run_phases(config, memory, PLANNED_DEVICE, source)
-
-
-def count_equal_layers(name: str) -> int:
-    """Returns how many layers the model has if they are alike, 0 if they are not."""
-    config = AutoConfig.from_pretrained(name)
-    text = config.get_text_config()
-    with init_empty_weights():
-        model = language_model_class(config).from_config(config)
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers:
-            shapes = {
-                str([(key, x.shape) for key, x in layer.named_parameters()]) for layer in part
-            }
-            types = set(getattr(text, "layer_types", None) or [])
-            return len(part) if len(shapes) == 1 and len(types) <= 1 else 0
-    return 0
+        return run_phases(config, memory, PLANNED_DEVICE, ModelsWithoutValues(memory))
 
 
 def run_phases(

@@ -152,22 +152,13 @@ class PlannedDevice(MemoryTracker):
 
 
 class ModelsWithoutValues(HuggingFaceFiles):
-    """Makes models with weights that have shapes and no values. It admits every model.
+    """Makes models with weights that have shapes and no values. It admits every model."""
 
-    They are cut to `num_layers` layers; None: they have all.
-    """
-
-    def __init__(self, device: PlannedDevice, num_layers: int | None = None):
+    def __init__(self, device: PlannedDevice):
         self.device = device
-        self.num_layers = num_layers
 
     def admit(self, name: str, config: PreTrainedConfig, critic: bool) -> None:
-        """Admits every model, and cuts its config, from which it is made."""
-        if self.num_layers is not None:
-            text: Any = config.get_text_config()
-            text.num_hidden_layers = self.num_layers
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[: self.num_layers]
+        """Admits every model."""
 
     def read(
         self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
