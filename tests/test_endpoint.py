@@ -506,19 +506,19 @@ def test_what_others_reach_is_exposed(host, exposed):
 
 def talk(head, end):
     """The answer to the head of a request that no client would send, up to the text `end`."""
-    loop = asyncio.new_event_loop()
-    endpoint = Endpoint(loop, LOCAL_HOST)
-    address = endpoint.open(None, PARAMS)
-    url = urlsplit(address.base_url)
+    with asyncio.Runner() as runner:  # which ends what the server still waits for
+        endpoint = Endpoint(runner.get_loop(), LOCAL_HOST)
+        address = endpoint.open(None, PARAMS)
+        url = urlsplit(address.base_url)
 
-    async def send():
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        writer.write(f"POST {url.path}/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.readuntil(end), 20)
-        writer.close()
-        return answer
+        async def send():
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(f"POST {url.path}/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.readuntil(end), 20)
+            writer.close()
+            return answer
 
-    return loop.run_until_complete(send()), address
+        return runner.run(send()), address
 
 
 def test_what_a_client_sends_stands_in_no_log(caplog):
