@@ -307,10 +307,8 @@ def test_a_trial_counts_no_more_tokens_than_a_reply_may_have(reply, most):
 def test_preflight_names_the_data_that_lacks_a_column():
     env = env_of(lambda messages, answer: 0.0)
     rows = {"data.path": [ROW], "data.test_path": [ROW, {"messages": "x", "label": 1}]}
-    words = (
-        "needs column 'answer', which 1 of 2 rows of data.test_path lack, first row 1.*messages, "
-    )
-    with pytest.raises(ValueError, match=words + "label.*data.columns.OLD=answer"):
+    words = "'answer', which 1 of 2 rows of data.test_path lack, .*row 2; it has messages, label"
+    with pytest.raises(ValueError, match=words + ".*data.columns.OLD=answer"):
         preflight(env, rows, 1)
 
 

@@ -155,7 +155,7 @@ def test_preflight_looks_at_one_row_of_each_kind(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(Rows, "__getitem__", lambda self, i: unpacked.append(i) or unpack(self, i))
     row_sets = {"data.path": rows}
     with pytest.raises(
-        ValueError, match="answer.*2 of 3000 rows of data.path lack, first row 1500"
+        ValueError, match="answer.*2 of 3000 rows of data.path lack, the first at .*row 1501"
     ):
         preflight(env_of(lambda messages, answer: 0.0), row_sets, 1)
     preflight(env_of(lambda messages, answer=0: 0.0), row_sets, 1)

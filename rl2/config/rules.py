@@ -25,6 +25,7 @@ from rl2.config.conditions import (
     needs_critic,
     needs_reference,
     needs_reference_point,
+    old_policy_is_sampler,
     policy_loss_needs,
 )
 from rl2.config.engines import choose_engine, has_gpu, installation_problems, installed_version
@@ -401,7 +402,9 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
             f" has no effect with adv.estimator={estimator}, which takes no rewards: choose "
             "kl.type=loss",
         )
-    if kl.type == "loss" and kl.loss_estimator == "k1" and actor.updates_per_step == 1:
+    # Tokens of an older policy are weighted by the ratio to it, which gives k1 its gradient.
+    is_weighted = actor.updates_per_step > 1 or old_policy_is_sampler(config)
+    if kl.type == "loss" and kl.loss_estimator == "k1" and not is_weighted:
         yield "kl.loss_estimator", " has no gradient on average in a loss: choose k2 or k3"
     if actor.correction != "none" and corrects_mismatch(actor.loss):
         yield (

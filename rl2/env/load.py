@@ -177,13 +177,12 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
             if lacking:
                 first = min(kind.first for kind in lacking)
                 number = sum(kind.count for kind in lacking)
-                section = key.partition(".")[0]  # data, or rollout for test prompts of SFT and DPO
                 seen = ", ".join(rows[first])
                 yield (
                     f"{name} needs column {column!r}, which {number} of {len(rows)} rows of "
-                    f"{key} lack, first row {first} (from 0); it has {seen}. Ask for another "
-                    f"column, give {column!r} a default, or rename one: {section}.columns.OLD="
-                    f"{column}"
+                    f"{key} lack, the first at {rows.locate(first)}; it has {seen}. Ask for "
+                    f"another column, give {column!r} a default, or rename one: "
+                    f"data.columns.OLD={column}"
                 )
 
 
@@ -266,7 +265,7 @@ async def play_reply(
 
     EnvError if one of its calls fails.
     """
-    inputs = {**TRIAL_INPUTS, "num_tokens": min(MAX_TRIAL_TOKENS, len(reply) // 4 + 1)}
+    inputs = TRIAL_INPUTS | {"num_tokens": min(MAX_TRIAL_TOKENS, len(reply) // 4 + 1)}
     parts = {}
     try:
         prompt = await env.begin(row, key)
