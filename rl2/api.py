@@ -88,7 +88,7 @@ def train(
     make_env: Callable | None = None,
     run: Callable | None = None,
     play: Callable | None = None,
-    **keys: Any,
+    **keys: object,
 ) -> Run:
     """Trains in this process, as `python -m rl2.trainer.NAME` does in one of its own.
 

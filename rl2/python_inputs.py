@@ -54,7 +54,7 @@ class Inputs:
         for key, value in flatten(tree):
             self.set_value(key, key, value)
 
-    def set_value(self, argument: str, key: str, value: Any) -> None:
+    def set_value(self, argument: str, key: str, value: object) -> None:
         """Sets the key that an argument of `rl2.train` stands for.
 
         ValueError if another argument has set it, or a part of it.
@@ -97,7 +97,7 @@ class Inputs:
             partial.replace(path)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Returns a value of Python code as a file of keys would give it."""
     if hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         return value.tolist()
@@ -128,7 +128,7 @@ def write_rows(name: str, rows: Iterable[Any]) -> str:
     return "".join(lines)
 
 
-def _check_keys(value: Any) -> None:
+def _check_keys(value: object) -> None:
     """TypeError for a dict with a key that is not a text, which JSON would turn into one."""
     if isinstance(value, dict):
         for key in value:

@@ -59,7 +59,7 @@ class Recorder:
         self.config = folder.config
         self.tokenizer = tokenizer
         self.workers = workers
-        self.objects: dict[str, Stateful] = {**workers, **objects}
+        self.objects: dict[str, Stateful] = workers | objects
         self.device = device
         self.evaluate = evaluate
         self.start_step = self.last_step = folder.start.step  # the steps that are done

@@ -30,7 +30,7 @@ USED = (
 def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
     choice = (body.get("tool_choice") or {}).get("type")
-    check_fields({**body, "tool_choice": choice}, USED, params)
+    check_fields(body | {"tool_choice": choice}, USED, params)
     messages = []
     if system := _read_text(body.get("system")):
         messages.append({"role": "system", "content": system})
@@ -118,14 +118,14 @@ def write(answer: ChatAnswer) -> dict[str, Any]:
 def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     """Yields the events of the blocks, between those of the beginning and the end."""
     usage = response["usage"]
-    begun = {**response, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield {"type": "message_start", "message": {**begun, "usage": {**usage, "output_tokens": 0}}}
+    begun = response | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": begun | {"usage": usage | {"output_tokens": 0}}}
     for index, block in enumerate(response["content"]):
         if block["type"] == "text":
-            empty = {**block, "text": ""}
+            empty = block | {"text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty = {**block, "input": {}}
+            empty = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}

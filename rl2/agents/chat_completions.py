@@ -74,11 +74,11 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     head["object"] = "chat.completion.chunk"
     [choice] = response["choices"]
     message = choice["message"]
-    calls = [{**call, "index": i} for i, call in enumerate(message.get("tool_calls", []))]
-    delta = {**message, "tool_calls": calls} if calls else message
-    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", []))]
+    delta = message | {"tool_calls": calls} if calls else message
+    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    yield {**head, "choices": [end], "usage": response["usage"]}
+    yield head | {"choices": [end], "usage": response["usage"]}
     yield "[DONE]"
 
 

@@ -107,7 +107,7 @@ def check_fields(body: dict[str, Any], used: Collection[str], params: SamplingPa
     """
     if body.get("model") != MODEL:
         raise RequestError(404, f"model={body.get('model')!r}: there is {MODEL!r} only")
-    for name in body.keys() - {*used}:
+    for name in body.keys() - set(used):
         value = body[name]
         if value in (None, "auto", FIXED.get(name, getattr(params, name, None))):
             continue
@@ -123,7 +123,7 @@ def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
     The engine stops at the same texts in all turns.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if unknown := {*stops} - {*params.stop}:
+    if unknown := set(stops) - set(params.stop):
         raise ValueError(
             f"stop={min(unknown)!r}: add it to rollout.train_sampling_params.stop and to "
             "rollout.test_sampling_params.stop, which hold for all turns"
@@ -131,7 +131,7 @@ def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
     return stops
 
 
-def to_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+def to_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
     """Returns a call as messages of the assistant have it."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call_id, **call} if call_id else call

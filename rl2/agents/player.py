@@ -64,7 +64,7 @@ class AgentPlayer(Player):
         if not (trajectory.rewards or env.judges):
             text = "returned no reward, and the env file has no reward_fn"
             raise EnvError(f"{env.spec.agent} {text}")
-        return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
+        return last_turn | {"finish_reason": "length"} if is_cut else last_turn
 
     async def _run_agent(
         self, env: Env, session: AgentSession, address: Address | None

@@ -222,4 +222,4 @@ class AgentSession:
 
 def _to_known(message: dict[str, Any]) -> dict[str, Any]:
     """A message for comparison: clients may strip what they send back."""
-    return {**message, "content": (message.get("content") or "").strip()}
+    return message | {"content": (message.get("content") or "").strip()}

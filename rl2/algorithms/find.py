@@ -230,13 +230,13 @@ def _check_result(declared: Declaration, x: Any, returned: Any) -> None:
         )
 
 
-def _pair(returned: Any, wanted: str) -> tuple[Any, Any]:
+def _pair(returned: object, wanted: str) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     raise ValueError(f"it returned a {type(returned).__name__}, no pair: return {wanted}")
 
 
-def _check_tensor(what: str, values: Any, like: Tensor, wanted: str) -> None:
+def _check_tensor(what: str, values: object, like: Tensor, wanted: str) -> None:
     found = f"of type {type(values).__name__}"
     if isinstance(values, Tensor):
         if values.shape == like.shape and values.isfinite().all():

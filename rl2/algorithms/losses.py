@@ -289,7 +289,7 @@ def policy_loss(
     if off_policy_limit is not None:
         is_masked = unlikely_failures(inputs, off_policy_limit)
         losses = torch.where(is_masked, 0.0, losses)
-        metrics = {**metrics, "off_policy_masked": is_masked}
+        metrics = metrics | {"off_policy_masked": is_masked}
     log_ratio = inputs.log_ratio.detach()
     approx_kl = KL_ESTIMATORS["k3"](-log_ratio)
     metrics = {"ratio": finite_exp(log_ratio), **metrics, "approx_kl": approx_kl}

@@ -250,7 +250,7 @@ def _hook(
     sliding_window=None,
     s_aux=None,
     attend=None,
-    **unknown: Any,
+    **unknown: object,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention contract: query [B, H, L, D] in, (output [B, L, H, D], None) out.
 

@@ -132,7 +132,7 @@ def take_keys(
     return arguments
 
 
-def note_key(root: type, name: str, value: Any, arguments: Arguments, source: str = "") -> bool:
+def note_key(root: type, name: str, value: object, arguments: Arguments, source: str = "") -> bool:
     """Whether there is a key; notes that it is set. Else notes what to write instead."""
     known = schema_keys(root)
     problem = explain_dropped_key(root, name) or explain_dropped(f"{name}={show_value(value)}")

@@ -112,7 +112,7 @@ def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
             yield from _walk(make, f"{name}.")
 
 
-def _bounds_of_type(annotation: Any) -> dict[str, Any]:
+def _bounds_of_type(annotation: object) -> dict[str, Any]:
     """The bounds in an annotation such as PositiveInt, PositiveInt | None or list[PositiveInt]."""
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) is Annotated:

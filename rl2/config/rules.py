@@ -90,7 +90,7 @@ TORCH_OF_4_BITS = "2.13"  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.
 
 def validate(config: Config, set_keys: set[str]) -> list[Problem]:
     """The problems of a config whose keys and types are right. The user has set `set_keys`."""
-    rows = [*wrong_choices(config)]
+    rows = list(wrong_choices(config))
     if rows:  # which may be why other keys seem to have no effect
         set_keys = set()
     rows += empty_values(config, set_keys)
@@ -220,7 +220,7 @@ def listed(table: dict[str, tuple[str, ...]], name: str) -> list[str]:
     """The names that NEEDS or EXCLUDES has for a key, in full."""
     section, _, last = name.rpartition(".")
     if name in table:
-        return [*table[name]]
+        return list(table[name])
     return [need if "." in need else f"{section}.{need}" for need in table.get(last, ())]
 
 
@@ -252,7 +252,7 @@ def loaded_models(config: Config) -> dict[str, ModelConfig]:
 
 def wrong_data(data: DataConfig) -> Iterator[Row]:
     """Rows that no path names; a chat template and a system prompt that are no files."""
-    for key, path in {**data.train_paths, **data.test_paths}.items():
+    for key, path in (data.train_paths | data.test_paths).items():
         if not isinstance(path, str):
             yield (
                 key,
@@ -352,7 +352,7 @@ def wrong_envs(config: PPOConfig) -> Iterator[Row]:
         if not isinstance(path, str):
             yield key, ": expected a path or the name of a ready-made env"
     env_path, data = config.rollout.env_path, config.data
-    paths = {**data.train_paths, **data.test_paths}
+    paths = data.train_paths | data.test_paths
     sources = {source_name(key) for key, path in paths.items() if path}
     if isinstance(env_path, dict) and env_path.keys() != sources:
         text = (

@@ -36,7 +36,7 @@ from rl2.engine.sampling_params import SamplingParams
 LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
-def named_paths(key: str, value: Any) -> dict[str, Any]:
+def named_paths(key: str, value: object) -> dict[str, Any]:
     """The paths that a key names, by key: KEY of a single one, KEY.NAME of each, none of None."""
     if value is None:
         return {}
@@ -618,7 +618,7 @@ TRAINER_CONFIGS: dict[str, type] = {
 def teacher_model(config: PPOConfig) -> ModelConfig:
     """The teacher that the processes of the run load. It lies in memory as the actor."""
     values = {field.name: getattr(config.actor, field.name) for field in fields(ModelConfig)}
-    return ModelConfig(**{**values, "model_name": config.teacher.model_name})
+    return ModelConfig(**values | {"model_name": config.teacher.model_name})
 
 
 def worker_names(config: Config) -> list[str]:

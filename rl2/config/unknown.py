@@ -1,7 +1,6 @@
 """What an unknown key may mean: near names, and those of other trainers of language models."""
 
 import difflib
-from typing import Any
 
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, has_presets
@@ -46,7 +45,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> str:
+def explain_unknown(name: str, value: object, known: dict[str, Key]) -> str:
     """What to write instead of an unknown key."""
     keys = [other for other in known if not known[other].is_section]
     near = near_keys(name, [*keys, KEY] if has_presets(known) else keys)

@@ -50,7 +50,7 @@ def unflatten(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 

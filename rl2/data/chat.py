@@ -161,7 +161,7 @@ class ChatTemplate:
         reasoning of all replies, since in a history it is not shown. ValueError if it cannot.
         """
         content = reply["content"].lstrip()
-        probe = self.render([*messages, {**reply, "content": PROBE}], tools, False)
+        probe = self.render([*messages, reply | {"content": PROBE}], tools, False)
         _, is_shown, footer = probe.partition(PROBE)
         closing = REASONING_END.search(content)
         if not is_shown or not closing or before.rstrip().endswith(closing[0]):
@@ -399,10 +399,10 @@ class ChatTemplate:
         for message in messages:
             message = {"content": "", **message}  # beside calls it may be missing
             if message["role"] == "developer" and not self._shows_developer:
-                message = {**message, "role": "system"}
+                message = message | {"role": "system"}
             if message.get("tool_calls") and self._takes_argument_texts:
                 calls = [_with_argument_text(call) for call in message["tool_calls"]]
-                message = {**message, "tool_calls": calls}
+                message = message | {"tool_calls": calls}
             adapted.append(message)
         return adapted
 
@@ -478,12 +478,12 @@ def _with_argument_text(call: dict) -> dict:
     if not isinstance(function.get("arguments"), dict):
         return call
     text = json.dumps(function["arguments"], ensure_ascii=False)
-    written = {**function, "arguments": text}
-    return {**call, "function": written} if "function" in call else written
+    written = function | {"arguments": text}
+    return call | {"function": written} if "function" in call else written
 
 
 def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:
-    return [{**m, **changes} if m.get("role") == "tool" else m for m in messages]
+    return [m | changes if m.get("role") == "tool" else m for m in messages]
 
 
 def _join_neighbours(messages: list[dict]) -> list[dict]:
@@ -493,6 +493,6 @@ def _join_neighbours(messages: list[dict]) -> list[dict]:
         neighbours = list(group)
         contents: list[Any] = [message.get("content") for message in neighbours]
         if role != "assistant" and all(isinstance(content, str) for content in contents):
-            neighbours = [{**neighbours[0], "content": "\n\n".join(contents)}]
+            neighbours = [neighbours[0] | {"content": "\n\n".join(contents)}]
         joined += neighbours
     return joined

@@ -82,7 +82,7 @@ def read_sft_row(row: dict) -> ReadRow:
             "the chosen ones with data.columns.chosen=completion"
         )
     if "text" in row and (source is None or source == "prompt" and completion is None):
-        return {**row, "messages": check_text(row["text"], "text")}, []
+        return row | {"messages": check_text(row["text"], "text")}, []
     if source == "prompt" and completion is None:
         columns = describe_columns(row, "completion")
         raise ValueError(f"column 'prompt' needs 'completion' beside it; {columns}")
@@ -118,7 +118,7 @@ def read_pair_row(row: dict) -> ReadRow:
     has_prompt = _first_column(row, *CONVERSATIONS, "instruction") is not None
     if isinstance(chosen, list) and shared or not has_prompt:
         check_messages(shared)
-        row = {**row, "messages": shared}
+        row = row | {"messages": shared}
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
         notes.append("what chosen and rejected begin with is read as the prompt")
     else:
@@ -230,7 +230,7 @@ def _read_instruction(row: dict) -> ReadRow:
     return others | {"messages": [{"role": "user", "content": question}]}, [note]
 
 
-def _to_tool(tool: Any) -> Any:
+def _to_tool(tool: object) -> Any:
     """The schema of a tool, which chat templates expect inside of `function`."""
     if isinstance(tool, dict) and "name" in tool and not tool.keys() & {"function", "type"}:
         return {"type": "function", "function": tool}
@@ -242,7 +242,7 @@ def _first_column(row: dict, *names: str) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
 
 
-def _to_messages(value: Any) -> Any:
+def _to_messages(value: object) -> Any:
     """A list for one message, and role and content for ShareGPT's from and value."""
     if isinstance(value, dict):
         value = [value]
@@ -251,7 +251,7 @@ def _to_messages(value: Any) -> Any:
     return [_to_message(message) for message in value]
 
 
-def _to_message(message: Any) -> Any:
+def _to_message(message: object) -> Any:
     if not isinstance(message, dict):
         return message
     if "role" not in message and {"from", "value"} <= message.keys():
@@ -284,7 +284,7 @@ def _to_calls(text: Any) -> list[dict]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _to_reply(value: Any, column: str, is_one_message: bool = False) -> str | dict | list[dict]:
+def _to_reply(value: object, column: str, is_one_message: bool = False) -> str | dict | list[dict]:
     """A reply: its text, or the message of the assistant if it has more than a text.
 
     Unless `is_one_message`, it may be several messages, and is a list then.

@@ -46,7 +46,7 @@ READ_COLUMNS = (
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
 
 
-def check_messages(messages: Any, column: str = "messages") -> None:
+def check_messages(messages: object, column: str = "messages") -> None:
     """ValueError unless the value of the column is text or a list of messages, and not empty."""
     if not isinstance(messages, str | list) or not messages:
         raise ValueError(
@@ -104,7 +104,7 @@ def join_parts(parts: list) -> str:
     return "".join(texts)
 
 
-def _read_call(call: Any) -> Any:
+def _read_call(call: object) -> Any:
     """A call of a tool with its arguments as an object."""
     if not isinstance(call, dict):
         raise ValueError(f"tool_calls: expected an object, got {abbreviate(call)}")
@@ -176,7 +176,7 @@ def find_oddities(row: dict) -> list[str]:
     warnings = []
     messages = row["messages"]
     roles = {message["role"] for message in messages} if isinstance(messages, list) else set()
-    for role in sorted(roles - {*ROLES}):
+    for role in sorted(roles - set(ROLES)):
         warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
     for column in MEDIA_COLUMNS:
         if row.get(column):
@@ -211,7 +211,7 @@ def describe_columns(row: dict, missing: str) -> str:
     return f"the row has {', '.join(row) or 'no column'}; {remedy}"
 
 
-def abbreviate(value: Any) -> str:
+def abbreviate(value: object) -> str:
     """A value as a message shows it."""
     text = repr(value)
     if len(text) <= MAX_SHOWN_CHARACTERS:
@@ -226,7 +226,7 @@ def common_prefix_length(left: Sequence, right: Sequence) -> int:
     return next(differences, shorter)
 
 
-def _check_message(message: Any, column: str) -> None:
+def _check_message(message: object, column: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(
             f"column '{column}': expected {{'role': ..., 'content': ...}}, "

@@ -84,15 +84,15 @@ class Probes:
     def _plant_call(self, call: dict, place: str) -> dict:
         function = call.get("function", call)
         word = self.plant(f"{place}.name")
-        planted = {**function, "name": word}
+        planted = function | {"name": word}
         if isinstance(call.get("id"), str):  # Kimi writes functions.NAME:0 in the place of the name
-            call = {**call, "id": call["id"].replace(str(function.get("name")), word)}
+            call = call | {"id": call["id"].replace(str(function.get("name")), word)}
         if isinstance(function.get("arguments"), dict):
             planted["arguments"] = {
                 name: self.plant(f"{place}.arguments.{name}") if isinstance(value, str) else value
                 for name, value in function["arguments"].items()
             }
-        return {**call, "function": planted} if "function" in call else planted
+        return call | {"function": planted} if "function" in call else planted
 
 
 def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]:

@@ -106,7 +106,7 @@ class Rows(Sequence[dict]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: object) -> Any:
         return pickle.loads(self.table["row"][i].as_buffer())
 
     def locate(self, i: int) -> str:
@@ -148,7 +148,7 @@ def _fingerprint(source: Source) -> str:
     if sum(status.st_size for status in statuses) < LARGE_BYTES:
         return ""
     changes = [(status.st_size, status.st_mtime_ns) for status in statuses]
-    return repr([*zip(map(str, source), changes, strict=True)])
+    return repr(list(zip(map(str, source), changes, strict=True)))
 
 
 def check_rows(
@@ -269,7 +269,7 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _drop_nested_nulls(value: Any) -> Any:
+def _drop_nested_nulls(value: object) -> Any:
     """The value, in which objects lose the keys whose value is null.
 
     Columnar data give each object the keys of all objects, with null for those it lacks.
@@ -281,7 +281,7 @@ def _drop_nested_nulls(value: Any) -> Any:
     return value
 
 
-def _check_unicode(column: str, value: Any) -> None:
+def _check_unicode(column: str, value: object) -> None:
     """ValueError for text that UTF-8 cannot hold.
 
     Such text has lone surrogates: halves of a pair, or bytes of a file that is not in UTF-8.

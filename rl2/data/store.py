@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import tokenizers
@@ -18,7 +17,7 @@ from rl2 import progress
 from rl2.parallel.rank import is_first_rank
 
 
-def table_key(*parts: Any) -> str:
+def table_key(*parts: object) -> str:
     """The name of a table that depends on the `repr` of `parts`, and on the code of this room."""
     versions = (transformers.__version__, tokenizers.__version__)
     digest = hashlib.sha256(repr((versions, parts)).encode())

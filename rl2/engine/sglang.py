@@ -460,7 +460,7 @@ def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) 
             "cuda_graph_max_bs_decode": min(settings.max_running_requests, MOST_GRAPH_REQUESTS),
             "enable_deterministic_inference": settings.deterministic,
         }
-    return {**arguments, **settings.engine_args}
+    return arguments | settings.engine_args
 
 
 def _require(answer: Sequence[Any]) -> None:
@@ -575,7 +575,7 @@ async def _mark_regularly() -> None:
         await asyncio.sleep(SECONDS_BETWEEN_MARKS)
 
 
-def _raise_child_failed(number: int, frame: Any) -> None:
+def _raise_child_failed(number: int, frame: object) -> None:
     raise RuntimeError("a process of SGLang failed; its message is above")
 
 

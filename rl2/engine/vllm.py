@@ -129,13 +129,13 @@ class VLLMEngine(Engine):
             for request in self.requests.values():
                 if not request.future.done():
                     request.future.set_exception(error)
-            self._drop([*self.requests])
+            self._drop(list(self.requests))
             self._forget_prefixes()  # they may hold NaN
 
     def abort(self) -> None:
         for request in self.requests.values():
             request.finish("abort", self.version)
-        self._drop([*self.requests])
+        self._drop(list(self.requests))
 
     def _add_tokens(self, output: Any) -> None:
         """Adds new tokens, and ends the answer where vLLM or a stop string says so."""

@@ -87,7 +87,7 @@ class Env:
         inputs = {"prompt": messages}
         text = await self._call(METHOD + "reset", reset, messages, row, key, inputs)
         *before, last = messages
-        return [*before, {**last, "content": last["content"] + text}]
+        return [*before, last | {"content": last["content"] + text}]
 
     async def answer(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}
@@ -113,7 +113,7 @@ class Env:
             # Templates of Mistral take ids of nine characters only.
             call_id = f"t{turn % 10_000:04}{number % 10_000:04}"
             message = {"role": "tool", "name": call.name, "content": result}
-            messages.append({**message, "tool_call_id": call_id})
+            messages.append(message | {"tool_call_id": call_id})
         return Turn(to_messages("the tools", messages))
 
     async def run_agent(self, row: dict, key: Key, inputs: Mapping[str, Any]) -> dict[str, float]:

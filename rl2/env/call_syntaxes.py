@@ -86,7 +86,7 @@ def read_json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
     return calls, position
 
 
-def _from_json(value: Any) -> ToolCall:
+def _from_json(value: object) -> ToolCall:
     """Returns the call in an object: OpenAI's, with its field `function`, or what is in there."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -110,7 +110,7 @@ def argument_schemas(tools: Sequence[dict], name: str) -> dict[str, Any]:
     return {}
 
 
-def to_typed(text: str, schema: Any) -> Any:
+def to_typed(text: str, schema: object) -> Any:
     """Returns the value of an argument that is written without quotes: a text, or JSON.
 
     "5" is a text if the schema of the argument allows texts, and else a number. Python's True,
@@ -129,12 +129,12 @@ def to_typed(text: str, schema: Any) -> Any:
     return text if isinstance(value, str) else value
 
 
-def _declared_types(schema: Any) -> set[str]:
+def _declared_types(schema: object) -> set[str]:
     """Returns the types that a schema of JSON allows; none if it does not say."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else {*(declared or [])}
+    types = {declared} if isinstance(declared, str) else set(declared or [])
     types = types.union(*map(_declared_types, schema.get("anyOf") or []))
     return types | {"null"} if schema.get("nullable") else types
 

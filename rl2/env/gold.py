@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Collection
-from typing import Any
 
 PROGRAM = "```python\n{}\n```"
 FORMS = [
@@ -26,11 +25,11 @@ def gold_answers(row: dict, asked: Collection[str]) -> list[str]:
     """
     columns = [column for column in ANSWER_COLUMNS if column in asked]
     if not columns and "test_cases" in asked:
-        columns = [*PROGRAM_COLUMNS]
+        columns = list(PROGRAM_COLUMNS)
     return next((texts for column in columns if (texts := _texts(row.get(column)))), [])
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         with contextlib.suppress(ValueError):
             value = json.loads(value)

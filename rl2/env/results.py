@@ -50,7 +50,7 @@ def raising_env_error(name: str) -> Iterator[None]:
         raise EnvError(text, kind=f"{type(error).__name__} {locations}") from None
 
 
-def check_result(name: str, result: Any) -> Any:
+def check_result(name: str, result: object) -> Any:
     """What a function returned, as plain data: a turn, messages, a text, or reward parts by name.
 
     EnvError if it is something else. It is a copy, since the env may change its own later.
@@ -62,7 +62,7 @@ def check_result(name: str, result: Any) -> Any:
     return _to_reward_parts(name, result)
 
 
-def _to_reward_parts(name: str, result: Any) -> dict[str, float]:
+def _to_reward_parts(name: str, result: object) -> dict[str, float]:
     """Reward parts by name. EnvError unless all are finite. A number has the name of PARTS."""
     if isinstance(result, list | tuple):
         raise _unexpected(f"{name}: expected the number of one conversation, not a list", result)
@@ -75,7 +75,7 @@ def _to_reward_parts(name: str, result: Any) -> dict[str, float]:
     }
 
 
-def _to_reward(name: str, part: str, value: Any) -> float:
+def _to_reward(name: str, part: str, value: object) -> float:
     number = _to_python(value)
     is_number = isinstance(number, numbers.Real)
     if not is_number:
@@ -85,14 +85,14 @@ def _to_reward(name: str, part: str, value: Any) -> float:
     return float(number)
 
 
-def _to_group(name: str, result: Any) -> list[dict[str, float]]:
+def _to_group(name: str, result: object) -> list[dict[str, float]]:
     """Returns the reward parts of each trajectory of a group."""
     if not isinstance(result, list | tuple):
         raise _unexpected(f"{name}: expected a list with the reward of each trajectory", result)
     return [_to_reward_parts(name, reward) for reward in result]
 
 
-def _to_turn(name: str, result: Any) -> dict[str, Any]:
+def _to_turn(name: str, result: object) -> dict[str, Any]:
     """Returns what `interact` or `step` returned, as the fields of a Turn."""
     if isinstance(result, tuple):  # of Gymnasium, or its elder with one flag
         observation, reward, *flags = result
@@ -111,7 +111,7 @@ def _to_turn(name: str, result: Any) -> dict[str, Any]:
     }
 
 
-def _to_observation(name: str, result: Any) -> str:
+def _to_observation(name: str, result: object) -> str:
     """Returns what `reset` returned: a text or nothing. Gymnasium's tuple begins with it."""
     observation = result[0] if isinstance(result, tuple) else result
     if not isinstance(observation, str | None):
@@ -124,14 +124,14 @@ def _to_text(text: str) -> str:
     return LONE_SURROGATE.sub("\ufffd", text[:MAX_CHARACTERS])
 
 
-def _to_tool_result(result: Any) -> str:
+def _to_tool_result(result: object) -> str:
     """Returns what a tool returned, as the text that the model sees: JSON unless it is a text."""
     if isinstance(result, str):
         return _to_text(result)
     return _to_text(json.dumps(result, ensure_ascii=False, default=str))
 
 
-def to_messages(name: str, result: Any) -> list[dict]:
+def to_messages(name: str, result: object) -> list[dict]:
     """New messages of the environment. EnvError unless they are a list of messages and JSON."""
     if not isinstance(result, list) or not all(map(_is_env_message, result)):
         raise _unexpected(
@@ -155,7 +155,7 @@ def to_messages(name: str, result: Any) -> list[dict]:
     return messages
 
 
-def _is_env_message(message: Any) -> bool:
+def _is_env_message(message: object) -> bool:
     """Whether `message` is one that `interact` may return."""
     return (
         isinstance(message, dict)
@@ -166,12 +166,12 @@ def _is_env_message(message: Any) -> bool:
     )
 
 
-def _to_agent_parts(name: str, result: Any) -> dict[str, float]:
+def _to_agent_parts(name: str, result: object) -> dict[str, float]:
     """Returns the reward parts of `run` or `play`; none if it leaves them to reward_fn."""
     return {} if result is None else _to_reward_parts(name, result)
 
 
-def _to_nothing(name: str, result: Any) -> None:
+def _to_nothing(name: str, result: object) -> None:
     """Calls whose result is not used."""
 
 
@@ -183,7 +183,7 @@ def _to_python(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def check_nesting(value: Any, levels: int) -> None:
+def check_nesting(value: object, levels: int) -> None:
     if isinstance(value, list | dict):
         if not levels:
             raise ValueError(f"lists and objects are nested more than {MAX_NESTING} deep")
@@ -191,7 +191,7 @@ def check_nesting(value: Any, levels: int) -> None:
             check_nesting(item, levels - 1)
 
 
-def _unexpected(expected: str, value: Any) -> EnvError:
+def _unexpected(expected: str, value: object) -> EnvError:
     """Returns the error of a result that is not the expected one."""
     return EnvError(f"{expected}, got {reprlib.repr(value)} ({type(value).__name__})", expected)
 

@@ -35,7 +35,7 @@ class Session:
         function = getattr(self.environment, method) if owner else functions[name]
         own = {"state": self.state, "environment": self.environment}
         parameters = inspect.signature(function).parameters
-        return partial(function, **{key: own[key] for key in own.keys() & {*parameters}})
+        return partial(function, **{key: own[key] for key in own.keys() & set(parameters)})
 
 
 class Sessions:

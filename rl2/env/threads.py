@@ -216,5 +216,5 @@ def _is_outside(frame: traceback.FrameSummary) -> bool:
 class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
     """Runs what the env gives to asyncio.to_thread in threads that do not delay the exit."""
 
-    def submit(self, function: Callable, /, *arguments: Any, **named: Any) -> Any:
+    def submit(self, function: Callable, /, *arguments: object, **named: object) -> Any:
         return start_thread("env", partial(function, *arguments, **named)).result

@@ -68,7 +68,7 @@ def check_tokens(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> Non
     ids = load_tokenizer(key, name).get_vocab()
     actor_ids = tokenizer.get_vocab()
     if ids != actor_ids:
-        token = min({*ids.items()} ^ {*actor_ids.items()})[0]
+        token = min(set(ids.items()) ^ set(actor_ids.items()))[0]
         raise ValueError(
             f"{key}={name}: its tokens are not the actor's, so it cannot score the actor's "
             f"answers: {token!r} is number {ids.get(token)} there and {actor_ids.get(token)} in "

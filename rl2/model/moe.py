@@ -111,7 +111,9 @@ class Routing(Attachment):
         assert len(chosen) == len(self._chosen), "a router has not run"
         return torch.stack(chosen, 1).to("cpu", CHOICE_DTYPE)
 
-    def _route(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _route(
+        self, index: int, forward: Callable[..., Any], *args: object, **kwargs: object
+    ) -> Any:
         """The forward pass of router `index`.
 
         Some choose groups of experts first (DeepSeek-V3), so the first pass of a router runs twice,

@@ -130,7 +130,7 @@ def _shrink_size(key: str, value: int, width: int, narrow: int, num_experts: int
     return value
 
 
-def _special_token(value: Any) -> Any:
+def _special_token(value: object) -> Any:
     if isinstance(value, list):
         return [_special_token(entry) for entry in value]
     return value % FIRST_PLAIN_TOKEN if isinstance(value, int) and value >= 0 else value

@@ -65,7 +65,7 @@ def read_weights(
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         config = deepcopy(config)
-        config.quantization_config = {**quantization, "dequantize": True}
+        config.quantization_config = quantization | {"dequantize": True}
     with _captured_log() as log:
         try:
             hf, report = model_class.from_pretrained(

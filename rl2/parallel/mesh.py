@@ -275,7 +275,7 @@ def is_single_process() -> bool:
     return dist.get_world_size() == 1
 
 
-def all_gather_objects(value: Any) -> list:
+def all_gather_objects(value: object) -> list:
     """The picklable values of all processes in order of rank, on all processes, which must call."""
     if is_single_process():
         return [value]
@@ -284,7 +284,7 @@ def all_gather_objects(value: Any) -> list:
     return values
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: object) -> Any:
     """The picklable value of rank 0, on all processes, which must call."""
     if is_single_process():
         return value
@@ -293,7 +293,7 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def gather_objects(value: Any) -> list:
+def gather_objects(value: object) -> list:
     """The picklable values of all processes in order of rank on rank 0; an empty list elsewhere.
 
     All processes must call.

@@ -39,7 +39,7 @@ class Channel:
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, timeout=COLLECTIVE_TIMEOUT)
         self.pending: deque[Any] = deque()  # broadcasts that have perhaps not arrived
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         """Sends a picklable value."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         self.send_tensor(torch.tensor([len(data)]))
@@ -90,7 +90,7 @@ class Link:
 
     # From the trainers to the samplers.
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         """Sends a picklable value to all samplers, without waiting for them. All trainers call."""
         if self.requests is not None:
             self.requests.send(value)
@@ -130,7 +130,7 @@ class Link:
 
     # From the samplers to the trainers.
 
-    def answer(self, value: Any) -> None:
+    def answer(self, value: object) -> None:
         """Sends the first sampler's picklable value to the trainers, without waiting for them.
 
         All samplers call.

@@ -150,7 +150,7 @@ class MetricsLog:
         """
         seconds = self.phase_seconds.pop("test", 0.0)
         if self.file is not None:
-            line = self.file.complete(step, {**metrics, "time/test": seconds})
+            line = self.file.complete(step, metrics | {"time/test": seconds})
             for logger in self.loggers:
                 logger.log(step, line)
         self.last_write = time.perf_counter()

@@ -151,12 +151,12 @@ def spread(items: list, most: int) -> list:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Returns the value as short JSON: long texts are cut, and NaN is null."""
     return json.dumps(cut(value, 2 * MAX_CHARACTERS), separators=(",", ":"), default=str)
 
 
-def cut(value: Any, limit: int) -> Any:
+def cut(value: object, limit: int) -> Any:
     """Returns a copy for JSON: texts of at most about `limit` characters, and null for NaN."""
     if isinstance(value, dict):
         return {str(name): cut(part, limit) for name, part in value.items()}
@@ -210,6 +210,6 @@ def _describe_answers(records: list[Record], start: int) -> list[Record]:
     for record in records:
         answer = {name: record[name] for name in COLUMNS if name in record}
         answer["messages"] = _cut_messages(record.get("messages", [])[start:])
-        seen = different.setdefault(json.dumps(answer, sort_keys=True), {**answer, "count": 0})
+        seen = different.setdefault(json.dumps(answer, sort_keys=True), answer | {"count": 0})
         seen["count"] += 1
     return spread(list(different.values()), MAX_ANSWERS)

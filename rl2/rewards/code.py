@@ -60,7 +60,7 @@ def extract(text: str) -> str | None:
     return next((blocks[language] for language in LANGUAGES if language in blocks), None)
 
 
-def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdict:
+def judge(program: str, test_cases: object, limits: Limits | None = None) -> Verdict:
     """Returns whether the program passes the tests, which are one of these:
 
     {"inputs": [...], "outputs": [...]}: what the program reads, and what it must print. Spaces at
@@ -100,7 +100,7 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
     return _run_calls(program, function, cases, limits)
 
 
-def _read_call(given: Any, output: Any) -> tuple[list, list]:
+def _read_call(given: object, output: object) -> tuple[list, list]:
     """The arguments of a call, and the values of which it must return one."""
     if isinstance(given, list):
         accepted = [output]
@@ -136,7 +136,7 @@ def _join_texts(texts: Any, expected: str) -> str:
     return "\n".join(texts) if isinstance(texts, list) else texts
 
 
-def _unexpected(expected: str, value: Any) -> ValueError:
+def _unexpected(expected: str, value: object) -> ValueError:
     return ValueError(f"test_cases: expected {expected}, got {value!r:.100}")
 
 

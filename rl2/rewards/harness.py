@@ -39,7 +39,7 @@ class Connection:
         self.writer.write(text.encode() + b"\n")
         self.writer.flush()
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """Returns the value for JSON: [kind, content], or a scalar as it is.
 
         Of an object of a class that derives from a plain type, only the plain part is sent.
@@ -57,10 +57,10 @@ class Connection:
             return "dict", [(self.encode(key), self.encode(x)) for key, x in dict.items(value)]
         return self.encode_object(value)
 
-    def encode_object(self, value: Any) -> Any:
+    def encode_object(self, value: object) -> Any:
         raise NotImplementedError
 
-    def decode(self, message: Any) -> Any:
+    def decode(self, message: object) -> Any:
         if not isinstance(message, list):
             return message
         kind, content = message
@@ -74,7 +74,7 @@ class Connection:
             return bytes.fromhex(content)
         return self.decode_object(kind, content)
 
-    def decode_object(self, kind: str, content: Any) -> Any:
+    def decode_object(self, kind: str, content: object) -> Any:
         raise NotImplementedError
 
 
@@ -85,16 +85,16 @@ class Server(Connection):
         super().__init__()
         self.module = module
 
-    def encode_object(self, value: Any) -> Any:
+    def encode_object(self, value: object) -> Any:
         if isinstance(value, type) and issubclass(value, BaseException):
             return "error", bases_of(value)
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encode(value.tolist())
         if isinstance(value, Iterator):
-            return self.encode([*value])
+            return self.encode(list(value))
         return "object", type(value).__name__
 
-    def answer(self, path: str, arguments: Any, keywords: Any) -> None:
+    def answer(self, path: str, arguments: object, keywords: object) -> None:
         """Sends what the function returns or raises; without arguments, the value at the path."""
         try:
             value = self.find(path)
@@ -150,7 +150,7 @@ class Client(Connection):
         super().__init__()
         self.errors: dict[str, type[BaseException]] = {}
 
-    def ask(self, path: str, arguments: Any = None, keywords: Any = None) -> Any:
+    def ask(self, path: str, arguments: object = None, keywords: object = None) -> Any:
         """Returns what the function returns or raises in the program's process."""
         request = json.dumps((path, self.encode(arguments), self.encode(keywords)))
         try:
@@ -172,7 +172,7 @@ class Client(Connection):
             raise error
         return value
 
-    def encode_object(self, value: Any) -> Any:
+    def encode_object(self, value: object) -> Any:
         fail(f"the tests pass a {type(value).__name__} to the program, which takes plain data")
 
     def decode_object(self, kind: str, content: Any) -> Any:
@@ -216,7 +216,7 @@ class ProgramName:
             raise AttributeError(name)
         return self._client.ask(f"{self._path}.{name}".lstrip("."))
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: object, **keywords: object) -> Any:
         if self._path == "Solution" and not arguments and not keywords:
             return ProgramName(self._client, "Solution()")
         Client.num_calls += 1
@@ -295,7 +295,7 @@ def find_names(tree: ast.Module) -> set[str]:
     return names - judges - (sys.stdlib_module_names - called)
 
 
-def is_test(value: Any) -> bool:
+def is_test(value: object) -> bool:
     """Whether it is a function that can be called without arguments, and is not async."""
     if not isinstance(value, FunctionType) or inspect.iscoroutinefunction(value):
         return False

@@ -104,7 +104,7 @@ def serve(job: dict[str, Any], user: int, proc: int) -> None:
         for file in files:
             os.set_inheritable(file, False)
         try:
-            status = supervise({**job, **json.loads(message)}, user, proc, files)
+            status = supervise(job | json.loads(message), user, proc, files)
         except OSError as error:  # there is no such command
             os.write(files[2], f"{error}\n".encode())
             status = FAILED
@@ -268,7 +268,7 @@ def mount(source: str, target: str, flags: int) -> None:
     call("mount", source.encode(), target.encode(), None, flags, None)
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: object) -> None:
     """Calls a function of the C library. OSError if it fails."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -200,8 +200,12 @@ def _is_other(spelling: str, expected: str) -> bool:
     if INTERVAL.fullmatch(expected) and INTERVAL.fullmatch(spelling):
         if spelling[0] + spelling[-1] != expected[0] + expected[-1]:  # [2,1] is no tuple
             return True
-    is_formula = not {*spelling}.isdisjoint("0123456789")
-    if is_formula and {*spelling} != {*expected} and {*spelling.lower()} == {*expected.lower()}:
+    is_formula = not set(spelling).isdisjoint("0123456789")
+    if (
+        is_formula
+        and set(spelling) != set(expected)
+        and set(spelling.lower()) == set(expected.lower())
+    ):
         return True  # 3r^2 for 3R^2
     return any(
         pattern.findall(spelling.lower()) != pattern.findall(expected.lower())
@@ -215,7 +219,7 @@ def _has_doubtful_text(field: str, answer: str) -> bool:
     if words & SHORT_SCALES:
         return True
     doubtful = {word.lower() for word in words} & DOUBTFUL - {"and", "or"}
-    return bool(doubtful - {*re.findall(r"[a-z]+", answer.lower())})
+    return bool(doubtful - set(re.findall(r"[a-z]+", answer.lower())))
 
 
 def _is_in_words(field: str, answer: str) -> bool:

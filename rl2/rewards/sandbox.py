@@ -305,7 +305,7 @@ def _start_launcher(
 ) -> tuple[socket.socket, subprocess.Popen]:
     """(a socket to the launcher, its process)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    text = json.dumps({**job, "channel": theirs.fileno()})
+    text = json.dumps(job | {"channel": theirs.fileno()})
     start = functools.partial(
         subprocess.Popen,
         [sys.executable, "-I", "-S", launcher.__file__, text],

@@ -133,7 +133,7 @@ class SamplerProcesses(Sampling):
         metrics: Metrics = self._receive()
         return metrics
 
-    def _send(self, verb: str, *arguments: Any) -> None:
+    def _send(self, verb: str, *arguments: object) -> None:
         self.link.send((verb, arguments))
 
     def _receive(self) -> Any:
@@ -181,7 +181,7 @@ class Serving:
         self.link.answer((None, f"the processes that sample failed: {error}"))
         self.link.flush()
 
-    def _answer(self, value: Any) -> None:
+    def _answer(self, value: object) -> None:
         self.link.answer((value, None))
 
 

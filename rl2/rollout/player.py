@@ -98,7 +98,7 @@ class Player:
         if group.is_scored or not members:
             group.is_scored = True
             return
-        records = [{**t.record(), "row": t.row} for t in members]
+        records = [t.record() | {"row": t.row} for t in members]
         env = self.env_of(members[0])
         try:
             all_parts = await env.score_group(records)
@@ -166,7 +166,7 @@ class Player:
         has_room = self.append_messages(
             trajectory, turn["num_tokens"], answer.messages, params.max_new_tokens
         )
-        return None if has_room else {**turn, "finish_reason": "length"}
+        return None if has_room else turn | {"finish_reason": "length"}
 
     async def sample_turn(
         self, trajectory: Trajectory, params: SamplingParams, seed: Seed

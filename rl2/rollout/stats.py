@@ -61,8 +61,7 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     """
     lengths = [t.length for t in trajectories]
     num_sampled = sum(lengths)
-    return {
-        **_reward_metrics([t for t in trajectories if not t.is_failed]),
+    return _reward_metrics([t for t in trajectories if not t.is_failed]) | {
         "rollout/length": _mean(lengths),
         "rollout/longest": max(lengths),
         "rollout/truncated": _mean(t.is_truncated for t in trajectories),

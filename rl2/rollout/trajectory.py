@@ -130,7 +130,7 @@ class Trajectory:
             "versions": self.versions,
             "is_filtered": is_filtered,
         }
-        return {**record, "source": self.source} if self.source else record
+        return record | {"source": self.source} if self.source else record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Trajectory":
@@ -205,7 +205,7 @@ def begin_group(
     return group
 
 
-def _recorded(value: Any) -> Any:
+def _recorded(value: object) -> Any:
     """Returns a column's value for the records: non-JSON values as text, and not too long."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)

@@ -297,7 +297,7 @@ class RunFolder:
         if self.is_first:
             self.checkpoints.prune(proven_step, self.best_step)
 
-    def export(self, name: str, write: Callable[[str], None], **record: Any) -> None:
+    def export(self, name: str, write: Callable[[str], None], **record: object) -> None:
         """Lets `write(FOLDER)` write a model, which becomes the folder `name`. All processes call.
 
         `record` is what run.json says of it.

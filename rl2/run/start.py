@@ -218,7 +218,7 @@ def identify(config: Config, data_hash: str) -> RunIdentity:
     return RunIdentity(type(config).__name__, values, contents)
 
 
-def _find_files(key: str, value: Any) -> list[Path]:
+def _find_files(key: str, value: object) -> list[Path]:
     """The files that the value of a key names, also several by name.
 
     They are named as FILE or FILE:FUNCTION, ready-made environments by their bare name.
@@ -268,7 +268,7 @@ def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool 
     return before.contents[name] == now.contents[name]
 
 
-def _is_same_path(old: Any, new: Any) -> bool:
+def _is_same_path(old: object, new: object) -> bool:
     """Returns whether both are names of one file or folder."""
     if not isinstance(old, str) or not isinstance(new, str):
         return False

@@ -67,7 +67,7 @@ def hash_states(objects: dict[str, Any], states: dict[str, Any]) -> dict[str, st
     return _sum_over_processes(objects, [total.to(device) for total in totals])
 
 
-def _describe(value: Any) -> Any:
+def _describe(value: object) -> Any:
     """What decides whether two values of a state that are not sharded tensors are equal."""
     return value.tolist() if isinstance(value, Tensor) else value
 

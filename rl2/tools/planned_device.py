@@ -36,7 +36,7 @@ BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Gives an attribute of a class or module of torch this value, in a context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -75,7 +75,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._contexts.close()
 

@@ -232,11 +232,11 @@ def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
             yield f"answer {number} of {place}", part, old[part], new[part]
 
 
-def compare_values(name: str, old: Any, new: Any) -> str:
+def compare_values(name: str, old: object, new: object) -> str:
     """Returns the dotted name of the first part that differs, and both values; "" if none does."""
     pairs: Iterable[tuple[Any, Any, Any]]
     if isinstance(old, dict) and isinstance(new, dict):
-        pairs = ((key, old.get(key, NOTHING), new.get(key, NOTHING)) for key in {**old, **new})
+        pairs = ((key, old.get(key, NOTHING), new.get(key, NOTHING)) for key in old | new)
     elif isinstance(old, list) and isinstance(new, list):
         both = enumerate(zip_longest(old, new, fillvalue=NOTHING))
         pairs = ((number, *values) for number, values in both)
