@@ -88,7 +88,7 @@ def test_a_dithered_worker_starts_with_the_stored_model(stored_in_bf16):
     for name, weight in weights_of(plain, torch.bfloat16).items():
         assert same_bits(weight, rounded[name])
     in_fp32 = weights_of(moved, torch.float32)
-    assert any((w != rounded[name].float()).any() for name, w in in_fp32.items())
+    assert all((weight != rounded[name].float()).any() for name, weight in in_fp32.items())
     computed_in_fp32 = make_worker(stored_in_bf16, dtype="float32", dither_weights=True)
     for name, weight in weights_of(computed_in_fp32, torch.float32).items():
         assert same_bits(weight, rounded[name].float())
@@ -121,30 +121,6 @@ def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
     for layout, weights in results.items():
         assert weights.keys() == expected.keys()
         assert all(same_bits(weights[key], expected[key]) for key in weights), layout
-
-
-@pytest.mark.parametrize(("dithers", "low", "high"), [(False, 0.0, 0.1), (True, 0.5, 1.5)])
-def test_the_policy_sees_small_updates_of_dithered_weights(stored_in_bf16, dithers, low, high):
-    """The share of the first-order effect of a small update that the rounded weights show."""
-    worker = make_worker(stored_in_bf16, dtype="bfloat16", lr=1e-6, dither_weights=dithers)
-    before = {n: p.detach().to_local().clone() for n, p in worker.trained_parameters.items()}
-    gradients = {}
-    step = worker.optimizer.step
-
-    def keep_gradients(lr):
-        for name, parameter in worker.trained_parameters.items():
-            gradients[name] = parameter.grad.to_local().clone()
-        step(lr)
-
-    worker.optimizer.step = keep_gradients
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    shown = whole = 0.0
-    for name, parameter in worker.trained_parameters.items():
-        after = parameter.detach().to_local()
-        rounded = after.bfloat16().float() - before[name].bfloat16().float()
-        shown += (gradients[name] * rounded).double().sum().item()
-        whole += (gradients[name] * (after - before[name])).double().sum().item()
-    assert low <= shown / whole <= high
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
