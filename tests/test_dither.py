@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from common import launch, make_model, make_tokenizer
+from common import launch, make_model
 from parity import make_batch, policy_loss, save_layouts, worker_config
 from transformers import AutoModelForCausalLM
 
@@ -121,19 +121,6 @@ def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
     for layout, weights in results.items():
         assert weights.keys() == expected.keys()
         assert all(same_bits(weights[key], expected[key]) for key in weights), layout
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_export_is_the_policy_that_was_trained(stored_in_bf16, tmp_path, dtype):
-    """Not the float32 weights that are trained, of which the policy is the rounded copy."""
-    worker = make_worker(stored_in_bf16, dtype=dtype, dither_weights=True)
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    worker.export(str(tmp_path), make_tokenizer())
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert exported.dtype == getattr(torch, dtype)
-    again = Worker(worker_config(str(tmp_path), dtype=dtype), torch.device("cpu"))
-    batch = make_batch()
-    assert torch.equal(again.score(batch).logps, worker.score(batch).logps)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"dither_weights": True}])
