@@ -21,20 +21,16 @@ def fail_in_an_operator():
     masked(torch.ones(2), torch.ones(3))
 
 
-def fail_in_a_builtin():
-    find_policy_loss(None)  # None has no rpartition
-
-
 def fail_in_own_code():
     raise ValueError("not of rl2")
 
 
-@pytest.mark.parametrize("fail", [fail_in_an_operator, fail_in_a_builtin, fail_in_own_code])
+@pytest.mark.parametrize("fail", [fail_in_an_operator, fail_in_own_code])
 def test_an_error_that_rl2_does_not_raise_keeps_its_traceback(fail, tmp_path, monkeypatch, capsys):
     """And torchrun's report names the error and its place."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises((AttributeError, RuntimeError, ValueError)) as raised, user_errors():
+    with pytest.raises((RuntimeError, ValueError)) as raised, user_errors():
         fail()
     assert capsys.readouterr().err == ""
     message = json.loads(file.read_text())["message"]["message"]
