@@ -26,12 +26,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from rl2 import worker
+from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
 from rl2.recorder import Recorder
 from rl2.report import health
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
+from rl2.run import folder as folder_module
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.folder import RunFolder
 from rl2.run.lock import RunLock
@@ -655,15 +657,37 @@ def test_a_failed_start_leaves_no_folder_but_what_was_there(setup, model, run, t
     assert contents(run) == before and not (run / "branches").exists()
 
 
-def test_ranks_that_differ_are_named(tmp_path, model):
-    """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
-    done = launch(2, "tests/agreement.py", model, tmp_path)
-    lines = done.stdout.splitlines()
-    assert f"rank 1 on {socket.gethostname()} does not see {tmp_path}/1/runs/default" in lines[0]
-    start = f"rank 1 on {socket.gethostname()} differs from rank 0 on {socket.gethostname()} in "
-    assert lines[1:4] == [
-        start + "actor.lr=0.5",
-        start + "the content of data.path",
-        start + "the code of rl2",
+def test_ranks_that_differ_are_named(setup, tmp_path, device, monkeypatch):
+    """This process is rank 0 and then rank 1, as on a node with another folder, or with another
+    config, data and code.
+    """
+    config = parse(SFTConfig, setup)
+    elsewhere = parse(SFTConfig, [*setup, f"trainer.save_dir={tmp_path}/1"])
+    other = parse(SFTConfig, [*setup, "actor.lr=0.5"])
+    views = []
+
+    def gather(view):
+        views.append(view)
+        return [views[0], view]
+
+    monkeypatch.setattr(folder_module, "all_gather_objects", gather)
+    monkeypatch.setattr(folder_module, "SECONDS_TO_SEE_A_FILE", 0.1)
+    first = RunFolder(config)
+    monkeypatch.setenv("RANK", "1")
+    broadcast = {str: first.lock.text, tuple: (first.start, "")}
+    monkeypatch.setattr(folder_module, "broadcast_object", lambda value: broadcast[type(value)])
+    RunFolder(config)
+    host = socket.gethostname()
+    with pytest.raises(ValueError, match=f"rank 1 on {host} does not see {tmp_path}/1 of rank 0"):
+        RunFolder(elsewhere)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    monkeypatch.setattr(folder_module, "hash_package", lambda: "the hash of other code")
+    with pytest.raises(ValueError, match="rank 1") as error:
+        RunFolder(other)
+    first.lock.release()
+    place = f"rank 1 on {host} differs from rank 0 on {host} in "
+    assert str(error.value).splitlines() == [
+        place + "actor.lr=0.5",
+        place + "the content of data.path",
+        place + "the code of rl2",
     ]
-    assert lines[4:] == ["agreed"]
