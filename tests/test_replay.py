@@ -8,7 +8,6 @@ import pytest
 from common import (
     LETTER_ENV,
     keep_process,
-    launch,
     launch_runs,
     make_model,
     read_jsonl,
@@ -120,22 +119,6 @@ def test_steps_of_every_trainer_are_the_same_again(runs, replayed, trainer):
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.nightly
-def test_a_killed_run_of_two_processes_replays(data, tmp_path, monkeypatch):
-    """Its steps after the kill, and those before it, from the beginning of the run."""
-    monkeypatch.chdir(data)
-    shorter = ("trainer.max_steps=2", "trainer.test_freq=null")
-    words = arguments(data, "ppo", tmp_path / "run", *shorter)
-    launch_runs(2, [["kill=3", *words], words])
-    assert len(json.loads((tmp_path / "run/run.json").read_text())["starts"]) == 2
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    words = ["-m", "rl2.tools.replay", tmp_path / "run", "--step", 2]
-    done = launch(2, *words, check=False)
-    assert done.returncode and "ran as 2 processes: start `torchrun " in done.stderr
-    done = launch(2, *words, "--out", tmp_path / "out")
-    assert "same: steps 1 to 2\n" in done.stdout, done.stdout
-
-
 @pytest.fixture
 def copied(runs, tmp_path):
     """A copy of the run of PPO, to change."""
@@ -194,6 +177,7 @@ def test_what_has_changed_since_the_run_is_named(copied, data, replayed, tmp_pat
     record["date"] = "2001-02-03"
     record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
     record["starts"][0]["versions"]["torch"] = "0.1"
+    record["starts"].append({"step": 2, "world_size": 2})  # which has not done step 2
     (copied / "run.json").write_text(json.dumps(record))
     path = data / "env.py"
     text = path.read_text()
@@ -226,6 +210,11 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     assert status == 2 and "--step 7: " in output and "has recorded steps 1 to 3" in output
     status, output = replayed(copied, 1, "--out", copied)
     assert status == 2 and "is not empty: give a new folder" in output
+    record = json.loads((copied / "run.json").read_text())
+    starts = [*record["starts"], record["starts"][0] | {"step": 2, "world_size": 2}]
+    (copied / "run.json").write_text(json.dumps(record | {"starts": starts}))
+    status, output = replayed(copied, 3)
+    assert status == 2 and "ran as 2 processes: start `torchrun " in output
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
     write_jsonl(copied / "metrics.jsonl", read_metrics(copied)[2:])
     status, output = replayed(copied, 2)
