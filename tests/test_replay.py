@@ -143,12 +143,6 @@ EDITS = [  # file, line, what is planted there (None: it is gone), how the first
     ),
     (
         "metrics.jsonl",
-        2,
-        {"actor/grad_norm": 0.5},
-        "step 2, metrics.jsonl\n  actor/grad_norm: 0.5 and ",
-    ),
-    (
-        "metrics.jsonl",
         -1,
         {"weights": {"critic": "0" * 16}},
         "step 3, metrics.jsonl\n  weights.critic: 0000000000000000 and ",
