@@ -62,15 +62,6 @@ def one_process(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
 
 
-def test_metrics_that_json_cannot_hold_become_null(tmp_path):
-    file = MetricsFile(tmp_path)
-    file.write({"step": 1, "reward/mean": float("nan"), "tokens/sampled": 7}, {})
-    file.write({"step": 2, "reward/mean": 0.5}, {"actor": "0123456789abcdef"})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0] == {"step": 1, "reward/mean": None, "tokens/sampled": 7}
-    assert lines[1] == {"step": 2, "reward/mean": 0.5, "weights": {"actor": "0123456789abcdef"}}
-
-
 def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(RuntimeError, match=f"{tmp_path}/metrics.jsonl could not be written"):
@@ -115,10 +106,11 @@ def test_the_warnings_of_a_step_are_in_its_line_told_once_and_counted(
     tmp_path, one_process, capsys
 ):
     log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, 3)
-    for step, same in enumerate(({}, SAME, {}, SAME), 1):
+    for step, same in enumerate(({}, SAME | {"actor/kl": math.inf}, {}, SAME), 1):
         log.write(step, METRICS | same)
-    log.complete(2, {"test/reward/mean": 0.5})
+    log.complete(2, {"test/reward/mean": math.nan})
     first, second, third, fourth = MetricsFile(tmp_path).read()
+    assert second["actor/kl"] is second["test/reward/mean"] is None, "JSON has no such numbers"
     assert "warnings" not in first and "warnings" not in third
     [(name, reason)] = second["warnings"].items()
     assert fourth["warnings"].keys() == {name}
