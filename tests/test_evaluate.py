@@ -170,8 +170,6 @@ def test_a_run_that_only_evaluates(tmp_path, monkeypatch):
     for name in ("a", "b"):
         records = read_jsonl(tmp_path / f"run/rollouts/test_{name}/step_0.jsonl")
         assert len(records) == 10
-        right = fmean(record["reward"] >= 1 for record in records)
-        assert metrics[f"test/{name}/avg@2"] == pytest.approx(right)
         assert f"test/{name}/pass@2" in metrics
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/checkpoints").exists()
     assert "avg@2_stderr" in done.stdout
