@@ -147,20 +147,6 @@ def test_saving_before_the_first_update_changes_nothing(name, tmp_path, device):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def test_an_entropy_that_is_only_logged_changes_no_weight(name, device):
-    weights = []
-    for with_entropy in (False, True):
-        worker = Worker(worker_config(name), device, False, 8)
-        for _ in range(2):
-            worker.update(
-                make_batch(),
-                lambda b, s: ((s.logps * b.token_weights).sum(), {}),
-                with_entropy=with_entropy,
-            )
-        weights.append(full_weights(worker))
-    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
-
-
 def test_the_state_of_another_optimizer_is_refused(name, tmp_path, device):
     worker = Worker(worker_config(name), device, False, 8)
     export_optimizer(worker.optimizer, str(tmp_path))
