@@ -85,12 +85,6 @@ def test_a_row_that_shares_no_prompt_is_one_segment():
     assert packed.prefixes == [(3, 5, 2)]
 
 
-def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
-    packed = pack(make_ragged_batch(0).select([]))
-    assert packed.tokens.shape == (1, 1) and len(packed.hidden_index) == 0
-    assert unpack(packed, torch.zeros(0), (0, 5)).shape == (0, 5)
-
-
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
@@ -160,13 +154,6 @@ def test_zigzag_follows_its_definition_and_balances_causal_attention():
             part = zigzag(packed, size, rank)
             expected = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
             assert torch.equal(part.positions[0], expected)
-
-
-def test_a_rank_without_zigzag_chunks_runs_one_token_and_scores_nothing():
-    packed = pack(collate([Sample([5, 6], [0, 1], [0.0, 0.0], [0.0, 0.0], 0, 0)]))
-    parts = [zigzag(packed, 4, rank) for rank in range(4)]
-    assert [len(part.hidden_index) for part in parts].count(1) == 1
-    assert all(part.tokens.shape == (1, 1) for part in parts)
 
 
 def place_by_definition(units, num_bins, budget):
