@@ -11,7 +11,6 @@ from datetime import date
 import faulty_async_env
 import faulty_env
 import faulty_process_env
-import numpy as np
 import pytest
 import torch
 from scripted import (  # noqa: F401
@@ -44,7 +43,6 @@ from rl2.rollout.trajectory import (
     FilterStatus,
     FinishReason,
     Trajectory,
-    append_tokens,
     begin_group,
     place_reward,
 )
@@ -426,17 +424,6 @@ def test_the_reward_lies_on_the_last_sampled_token():
     place_reward(trajectory)
     assert trajectory.samples == samples[:2]
     assert [list(sample.rewards) for sample in samples] == [[0, 0, 0.5], [0, 0, 2, 0], [0, 0]]
-
-
-def test_tokens_that_are_not_sampled_have_no_candidates():
-    sample = Sample([1, 2], [0, 0], [0.0] * 2, [0.0] * 2, 0, 7)
-    first, second, third = (np.array(ids, np.int32) for ids in ([3, 9], [4], [6, 7]))
-    append_tokens(sample, [3, 4], [-0.5, 0.0], [first, second])
-    append_tokens(sample, [5])
-    append_tokens(sample, [6], [-0.25], [third])
-    assert list(sample.candidate_counts) == [0, 0, 2, 1, 0, 2]
-    assert list(sample.candidate_ids) == [3, 9, 4, 6, 7]
-    assert list(sample.logps) == [0, 0, -0.5, 0, 0, -0.25]
 
 
 def test_a_record_has_the_columns_of_its_row():
