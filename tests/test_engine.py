@@ -15,7 +15,7 @@ from rl2.config.engines import choose_engine
 from rl2.engine import linear
 from rl2.engine.base import EngineSettings, SamplingParams, check_request
 from rl2.engine.local import LocalEngine
-from rl2.engine.sampler import sample_rows, uniform_noise
+from rl2.engine.sampler import sample_rows
 from rl2.engine.vllm_start import engine_arguments
 from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
@@ -159,12 +159,6 @@ def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llam
         reasons.add((out.finish_reason, bool(ends)))
     assert reasons == {("stop", True), ("stop", False), ("length", False)}
     engine.close()
-
-
-def test_the_noise_of_a_token_depends_on_seed_and_place_alone():
-    noise = uniform_noise((0, 1), 20)
-    assert (uniform_noise((0, 1), 25)[:20] == noise).all()
-    assert not (uniform_noise((1, 1), 20) == noise).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
