@@ -124,29 +124,6 @@ def full_weights(worker):
     return {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
 
 
-def test_saving_before_the_first_update_changes_nothing(name, tmp_path, device):
-    """Neither a checkpoint nor an export of the optimizer, nor a start from this export."""
-
-    def weights_after_two_updates(touch=lambda worker: None, **changes):
-        worker = Worker(worker_config(name, lr=1e-3, **changes), device, False, 8)
-        touch(worker)
-        for _ in range(2):
-            worker.update(make_batch(), policy_loss, with_entropy=True)
-        return full_weights(worker)
-
-    def export(worker):
-        export_optimizer(worker.optimizer, str(tmp_path / "export"))
-
-    expected = weights_after_two_updates()
-    for weights in (
-        weights_after_two_updates(lambda worker: worker.state_dict()),
-        weights_after_two_updates(export),
-        weights_after_two_updates(optimizer_dir=str(tmp_path / "export")),
-        weights_after_two_updates(lambda worker: worker.load_state_dict(worker.state_dict())),
-    ):
-        assert all(torch.equal(weights[key], expected[key]) for key in expected)
-
-
 def test_the_state_of_another_optimizer_is_refused(name, tmp_path, device):
     worker = Worker(worker_config(name), device, False, 8)
     export_optimizer(worker.optimizer, str(tmp_path))
