@@ -458,21 +458,6 @@ def test_policy_loss_and_its_gradient(seed, options):
     check_loss(logps, policy_loss(case, correction=correction, **options), expected, metrics)
 
 
-@pytest.mark.parametrize("options", LOSSES)
-def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(options):
-    case = make_case(0, torch.float32)
-    case.advantages[:, 0] = 0  # those of a group with equal rewards; they are not clipped either
-    logps = case.logps.requires_grad_()
-    # The old logps and the correction depend on `logps`. No gradient may flow through them.
-    case.old_logps = case.engine_logps = logps
-    correction = 1 + (logps - logps.detach())
-    loss, metrics = policy_loss(case, correction=correction, **options)
-    assert torch.autograd.grad(loss, logps)[0].equal(-case.advantages * case.weights)
-    assert metrics["approx_kl"].item() == 0
-    torch.testing.assert_close(metrics["ratio"], case.weights.sum())
-    assert options["loss"] == "reinforce" or metrics["clip_ratio"].item() == 0
-
-
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
