@@ -166,14 +166,6 @@ def test_parts_of_text_are_one_text():
         asyncio.run(env.answer(REPLY, ROW))
 
 
-def test_interact_returns_messages_of_its_own():
-    kept = [{"role": "tool", "content": "5"}]
-    env = env_of(lambda messages: 0, lambda messages, level: kept)
-    result = asyncio.run(env.answer(REPLY, ROW)).messages
-    kept[0]["content"] = "changed"
-    assert result == [{"role": "tool", "content": "5"}]
-
-
 @pytest.mark.parametrize("value", ["5", [5], [{"role": "tool"}], [{"content": "5"}], REPLY])
 def test_bad_messages_are_an_env_error(value):
     env = env_of(lambda messages: 0, lambda messages: value)
