@@ -290,11 +290,6 @@ def test_what_a_ready_env_rewards(name, replies, answer, earned):
     assert parts == (earned if isinstance(earned, dict) else {"reward": earned})
 
 
-@pytest.mark.parametrize("name, reply, answer", all_cases("ready_env_answers"))
-def test_the_answer_that_a_ready_env_extracts(name, reply, answer):
-    assert import_env_file(name).extract(conversation(reply)) == answer
-
-
 @pytest.mark.parametrize("expression, result", read_cases("calculator_calls"))
 def test_calculator_answers_a_call(expression, result):
     text = import_env_file("calculator").make_env().calculate(expression)
