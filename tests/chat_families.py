@@ -63,19 +63,19 @@ def load_families() -> dict[str, Family]:
 FAMILIES = load_families()
 
 
-def make_backend(merges: list[tuple[str, str]], prefix_space: bool = False) -> Tokenizer:
+def make_backend(merges: list[tuple[str, str]]) -> Tokenizer:
     """A tokenizer of all bytes, and of the given merges."""
     vocab = {character: i for i, character in enumerate(sorted(BYTES.values()))}
     for left, right in merges:
         vocab[left + right] = len(vocab)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_space=False):
-    backend = make_backend([("t", "h"), ("th", "e"), ("Ġ", "the")], prefix_space)
+def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False):
+    backend = make_backend([("t", "h"), ("th", "e"), ("Ġ", "the")])
     names = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|endoftext|>"]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     if adds_bos:

@@ -39,11 +39,6 @@ def turn(tokenizer, end="<|im_end|>", prompt=QUESTION):
     return tokens, [*prompt, {"role": "assistant", "content": "4"}]
 
 
-def test_bos_of_a_template_is_not_doubled():
-    tokenizer = make_tokenizer("{{ bos_token }}" + CHATML, adds_bos=True)
-    assert ChatTemplate(tokenizer).encode_prompt(QUESTION).count(tokenizer.bos_token_id) == 1
-
-
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_plain_string_gets_no_template_and_the_tokenizers_own_bos(adds_bos):
     tokenizer = make_tokenizer(adds_bos=adds_bos)
@@ -66,16 +61,6 @@ def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
         )
     assert template.extend(tokens, 2, messages, AGAIN)
     assert len(tokens) > 5000 and sum(sizes) < 400
-
-
-def test_tokenizer_that_puts_a_space_before_text_never_drifts():
-    tokenizer = make_tokenizer(
-        "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True
-    )
-    tokens, messages = turn(tokenizer, end=None, prompt=[{"role": "user", "content": "ab"}])
-    assert tokenizer.decode(tokens) == " ab4"
-    more = [{"role": "user", "content": "c"}]
-    assert ChatTemplate(tokenizer).extend(tokens, 1, messages, more) is None
 
 
 def test_a_prompt_that_is_not_the_templates_text_starts_a_new_sequence():
@@ -197,20 +182,14 @@ def sequences(tokenizer, texts):
     return template.training_sequences(replies)
 
 
-def test_worked_example_of_training_sequences():
-    """The example of the docstring: "." ends a turn, and the second reply continues the first."""
+def test_another_reply_to_the_same_prompt_continues_no_sequence():
+    """It begins with the text of the first reply. One token a character, "." ends a turn."""
     tokenizer = make_tokenizer()
-    texts = ["U?A", "U?A1.", "U?A1.V?A", "U?A1.V?A2."]
-    tokens = [bytewise(tokenizer, text) for text in texts]
-    replies = [(tokens[0], tokens[1]), (tokens[2], tokens[3])]
+    prompt, reply, longer = (bytewise(tokenizer, text) for text in ("U?A", "U?A1.", "U?A1.2."))
     template = ChatTemplate(tokenizer)
     template.special_ids = set(bytewise(tokenizer, "."))
-    found = template.training_sequences(replies)
-    assert found == [(tokens[3], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1])]
-    # Another reply to the first prompt begins with the text of the first reply.
-    longer = bytewise(tokenizer, "U?A1.2.")
-    found = template.training_sequences([replies[0], (tokens[0], longer)])
-    assert found == [(tokens[1], [0, 0, 0, 1, 1]), (longer, [0, 0, 0, 1, 1, 1, 1])]
+    found = template.training_sequences([(prompt, reply), (prompt, longer)])
+    assert found == [(reply, [0, 0, 0, 1, 1]), (longer, [0, 0, 0, 1, 1, 1, 1])]
 
 
 def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
