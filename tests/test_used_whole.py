@@ -168,25 +168,6 @@ def test_a_reply_after_a_prompt_that_ends_the_reasoning_is_refused(tmp_path):
         read(tmp_path, row, template)
 
 
-def test_pairs_may_differ_in_their_reasoning_only(tmp_path):
-    row = {
-        "messages": [USER],
-        "chosen": "<think>because</think>w",
-        "rejected": "<think>hm</think>w",
-    }
-    [(_, chosen), (_, rejected)] = read(tmp_path, row, "deepseek_r1", PAIR_ROWS)
-    assert "because" in chosen and "hm" in rejected
-
-
-def test_a_field_of_reasoning_that_is_shown_is_trained(tmp_path, capsys):
-    row = {"messages": [USER, {**ANSWER, "reasoning_content": "because"}]}
-    reasoning = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
-    shows = chatml_with(CHATML.replace("m.content", f"{reasoning} + m.content"))
-    [(_, trained)] = read(tmp_path, row, shows)
-    assert trained.startswith("<think>because</think>w")
-    assert "warning" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3", "smollm2"])
 def test_calls_that_the_template_does_not_write_are_refused(tmp_path, name):
     row = {"messages": [USER, call({"city": "Rome"})]}
@@ -294,7 +275,7 @@ def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_pat
     )
     messages = [{**USER, "name": "Ada", "flag": True}, {**ANSWER, "weight": 0}, USER, ANSWER]
     [(text, _)] = read(tmp_path, {"messages": messages}, template)
-    assert "helloAda!" in text and "not show" not in capsys.readouterr().out
+    assert "helloAda!" in text and "warning" not in capsys.readouterr().out
     rows = [{"messages": [{**USER, "flag": flag}, ANSWER]} for flag in (False, True)]
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
