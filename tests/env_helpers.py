@@ -112,10 +112,14 @@ def make_play(
 
 
 def make_agent(folder, script, env, num_prompts=1, isolation="thread", timeout=20, **options):
-    """The same of an env file with this text, which may use the client above."""
+    """The same of an env file with this text, which may use the client above.
+
+    A column of the rows has the name of an argument of agents, which they get all the same.
+    """
     text = textwrap.dedent(CLIENT) + textwrap.dedent(env)
     loaded = load_text(folder, text, timeout, isolation=isolation)
-    return make_play(loaded, script, map(make_row, range(num_prompts)), **options)
+    rows = [{**make_row(i), "model": "of the row"} for i in range(num_prompts)]
+    return make_play(loaded, script, rows, **options)
 
 
 def play(folder, script, env, num_samples=1, **options):

@@ -213,9 +213,10 @@ def test_limits_end_a_trajectory(tmp_path, loop, judge, limits, turns):
 
 REFUSED_ONCE = """
     def run(row, base_url, model, api_key):
-        message = ask(base_url, api_key, [user("a")])["message"]
+        choice = ask(base_url, api_key, [user("a")])
+        assert choice["finish_reason"] == "length"
         try:
-            ask(base_url, api_key, [user("a"), message, user("long" * 100)])
+            ask(base_url, api_key, [user("a"), choice["message"], user("long" * 100)])
         except ValueError as error:
             assert "tokens" in str(error)
         {rest}
@@ -227,34 +228,19 @@ AGAIN = 'ask(base_url, api_key, [user("shorter")])'
 @pytest.mark.parametrize(
     "rest, reason, texts",
     [
-        (f"{AGAIN}; return 1.0", "stop", ["1", "2"]),
+        (f"{AGAIN}; return 1.0", "stop", ["1", "2<|im_end|>"]),
         (f"{AGAIN}; raise KeyError('of the agent')", "failed", []),
     ],
 )
 def test_an_agent_may_go_on_after_a_refusal_for_length(tmp_path, rest, reason, texts):
     env = REFUSED_ONCE.replace("{rest}", rest)
-    (trajectory,), player = play(tmp_path, ["1", "2"], env, max_length=100)
+    script = [("1", "length"), ("2", "stop")]
+    (trajectory,), player = play(tmp_path, lambda turn, _: script[turn], env, max_length=100)
     assert trajectory.finish_reason == reason, player.failures.last
     trained = [trained_text(player, s) for s in trajectory.samples if 1 in s.mask]
-    assert trained == [f"{text}<|im_end|>" for text in texts]
+    assert trained == texts
     if reason != "failed":
         assert trajectory.rewards == {"run": 1.0, "reward": 1.0}
-
-
-def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
-    env = """
-        def run(row, base_url, model, api_key):
-            messages = [user("a")]
-            choice = ask(base_url, api_key, messages)
-            assert choice["finish_reason"] == "length"
-            ask(base_url, api_key, [*messages, choice["message"], user("b")])
-            return 1.0
-    """
-    script = [("abc", "length"), ("d", "stop")]
-    (trajectory,), player = play(tmp_path, lambda turn, _: script[turn], env)
-    (sample,) = trajectory.samples
-    assert trained_text(player, sample) == "abcd<|im_end|>" and trajectory.finish_reason == "stop"
-    assert "abc<|im_end|>\n<|im_start|>user\nb<|im_end|>" in player.template.decode(sample.tokens)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +248,6 @@ def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
     [
         ("raise KeyError(base_url, api_key)", "/SECRET/v1', 'API_KEY'"),
         ("await asyncio.sleep(1000)", "=2 s; until then the model has answered it 1 times"),
-        ("return float('nan')", "to be finite"),
-        ("return None", "run returned no reward, and the env file has no reward_fn"),
     ],
 )
 def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
@@ -419,14 +403,6 @@ def test_agents_and_loops_that_cannot_work_are_refused(tmp_path, env, options, m
     with pytest.raises(ValueError, match=message):
         env = load_text(tmp_path, env)
         preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
-
-
-def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
-    env = load_text(tmp_path, "def run(row, model, base_url, level): return len(model)")
-    row = {**make_row(0), "model": "abcdef", "row": 5, "level": 1}
-    preflight(env, {"data.path": pack_rows([row])}, max_turns=4)
-    address = {"model": "rl2", "base_url": "http", "api_key": "k"}
-    assert asyncio.run(env.run_agent(row, "key", address)) == {"run": 3.0}
 
 
 def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
