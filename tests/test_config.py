@@ -83,11 +83,6 @@ def test_the_home_folder_may_be_written_as_a_tilde(base, monkeypatch, tmp_path):
     assert config.trainer.save_dir == f"{tmp_path}/home (1)/runs"
 
 
-def test_the_mistakes_of_a_recipe_have_its_name(base):
-    [problem] = find_problems("ppo", ["--config-name=unknown"])
-    assert problem.key == "actor.lrr" and problem.text.endswith("(in unknown.yaml)")
-
-
 def test_keys_of_another_machine_have_no_problems(base):
     """For a plan: what they name need not be here, and they may be missing."""
 
@@ -116,12 +111,8 @@ def test_every_key_is_explained(root):
 
 def test_arguments_win_over_a_config_file_whose_name_may_have_dots(base, tmp_path):
     (tmp_path / "right.yaml").rename("v1.2.yaml")
-    config = parse(PPOConfig, [*base, "--config-dir", ".", "--config-name=v1.2", "actor.lr=0.5"])
-    assert (config.trainer.max_steps, config.actor.lr) == (100, 0.5)
-    assert (
-        parse(PPOConfig, [*base, "--config-name=v1.2", "trainer.max_steps=3"]).trainer.max_steps
-        == 3
-    )
+    words = ["--config-dir", ".", "--config-name=v1.2", "trainer.max_steps=3"]
+    assert parse(PPOConfig, [*base, *words]).trainer.max_steps == 3
 
 
 def test_a_config_file_may_choose_algorithms_and_a_folder_may_have_more(base, tmp_path):
@@ -301,7 +292,6 @@ def test_help_names_sections_or_their_keys(base, capsys):
         assert run_main(main, "ppo", "--help", *topic, "actor.lr=1") == 0
         text = capsys.readouterr().out
         assert included in text and left_out not in text
-    assert refused(["--help", "actr"], capsys).startswith("1 problem in")
 
 
 def test_commands(capsys):
@@ -311,13 +301,8 @@ def test_commands(capsys):
     assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
     assert run_main(main, "--version") == 0
     assert capsys.readouterr().out.startswith(f"rl2 {__version__}, Python 3.")
-    for words, meant in (
-        ("pop actor.lr=1", "ppo?"),
-        ("rm critic.lrr=1 foo", "critic.lr"),
-        ("ppo data.prompts=3", "data.prompts_per_rollout?"),
-    ):
-        assert run_main(main, *words.split()) == 2
-        assert f"did you mean {meant}" in capsys.readouterr().err
+    assert run_main(main, "pop", "actor.lr=1") == 2
+    assert "did you mean ppo?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
