@@ -198,6 +198,8 @@ HOSTILE = [
     "functions.find:0<|tool_call_argument_begin|>" * 500,
     "find[CALL_ID][ARGS]" * 1000,
     " " * 200_000,
+    "```\n" * 30_000,
+    "add(" * 10_000,
     "function<｜tool▁sep｜>" + " " * 200_000,
     "\x00\ufffd\u2028",
 ]
@@ -232,16 +234,7 @@ def test_random_texts_are_answered(seed):
         check_plain(find_calls(text, TOOLS, SYNTAXES, rng.random() < 0.2).calls)
 
 
-# A text that is not meant as calls, or a call that no text ends: (text, calls or what is wrong).
-LONG = [
-    ("<tool_call>" + "[" * 100_000, ["cannot be read"]),
-    ("[" * 100_000, []),
-    ("add(" * 10_000, []),
-    ("```\n" * 30_000, []),
-]
-
-
-@pytest.mark.parametrize("text, calls", [*CASES["read"], *LONG])
+@pytest.mark.parametrize("text, calls", CASES["read"])
 def test_calls_are_read_from_the_syntax_of_each_family(text, calls):
     tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul")]
     found = find_calls(text, tools, SYNTAXES).calls
