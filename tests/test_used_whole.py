@@ -56,12 +56,6 @@ SAME = [  # (kind, a row, another one that says the same)
     (SFT_ROWS, {**TALK, "completion": "v"}, TALK),
     (
         SFT_ROWS,
-        {"system": "Be brief.", "messages": [USER, ANSWER]},
-        {"messages": [SYSTEM, USER, ANSWER]},
-    ),
-    (SFT_ROWS, {**QUESTION, "output": "w"}, {"messages": [*ADD, ANSWER]}),
-    (
-        SFT_ROWS,
         {"system": "Be brief.", "instruction": "Add.", "context": "1 2", "response": "w"},
         {"messages": [SYSTEM, *ADD, ANSWER]},
     ),
