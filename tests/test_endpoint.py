@@ -14,7 +14,7 @@ from common import pack_rows
 from env_helpers import describe, load_text, make_agent, play, trained_text
 from scripted import PARAMS, ScriptedEngine, make_row, process_group  # noqa: F401
 
-from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint, is_exposed
+from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint
 from rl2.config.schema import RolloutConfig
 from rl2.env.load import preflight
 from rl2.ppo_inputs import read_envs
@@ -450,34 +450,23 @@ def test_each_trajectory_has_an_address_and_a_key_of_its_own(tmp_path, host):
 
 
 @pytest.mark.parametrize(
-    "run, host, problems",
-    [
-        ("def run(base_url): ...", "0.0.0.0", 1),
-        ("def run(base_url, api_key): ...", "0.0.0.0", 0),
-        ("def run(base_url): ...", "127.0.0.1", 0),
-    ],
+    "host, is_exposed",
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)]
+    + [("::", True), ("172.17.0.1", True), ("node7", True)],
 )
-def test_an_exposed_address_needs_an_agent_that_asks_for_its_key(tmp_path, run, host, problems):
-    (tmp_path / "env.py").write_text(run)
+def test_an_exposed_address_needs_an_agent_that_asks_for_its_key(tmp_path, host, is_exposed):
     rollout = RolloutConfig(env_path=str(tmp_path / "env.py"), endpoint_host=host, max_turns=2)
-    found = []
-    read_envs(rollout, {"data.path": pack_rows([make_row(0)])}, found)
-    assert len(found) == problems
-    assert all(problem.startswith(f"rollout.endpoint_host={host}: ") for problem in found)
+    for arguments, is_refused in (("base_url", is_exposed), ("base_url, api_key", False)):
+        (tmp_path / "env.py").write_text(f"def run({arguments}): ...")
+        problems = []
+        read_envs(rollout, {"data.path": pack_rows([make_row(0)])}, problems)
+        assert len(problems) == is_refused
+        assert all(problem.startswith(f"rollout.endpoint_host={host}: ") for problem in problems)
 
 
 def test_a_host_that_is_not_of_this_machine_is_named():
     with pytest.raises(OSError, match="rollout.endpoint_host=192.0.2.7"):
         Endpoint(asyncio.new_event_loop(), "192.0.2.7")
-
-
-@pytest.mark.parametrize(
-    "host, exposed",
-    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)]
-    + [("::", True), ("172.17.0.1", True), ("node7", True)],
-)
-def test_what_others_reach_is_exposed(host, exposed):
-    assert is_exposed(host) == exposed
 
 
 def talk(head, end):
