@@ -343,7 +343,7 @@ def take(mixture, num_examples, start=0):
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.booleans())
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.booleans())
 def test_a_source_has_its_share_of_every_stretch_of_a_mixture(lengths, shuffle):
     mixture = make_mixture(lengths, shuffle)
     examples = take(mixture, 2 * len(mixture))
