@@ -221,7 +221,7 @@ class Mixture:
 
     An epoch holds every example once. The sources alternate as evenly as their numbers of examples
     allow, hence each step has about the same share of each: with 4 examples of `a` and 2 of `b` an
-    epoch is aabaab. With `shuffle` each source has an order of its own.
+    epoch is abaaba. With `shuffle` each source has an order of its own.
 
     All of this depends on a position alone, which is all that a checkpoint needs.
     """
