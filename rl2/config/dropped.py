@@ -1,13 +1,21 @@
 """What an earlier release had, and what to use instead. Each entry stays for one release."""
 
 import re
-from dataclasses import fields
-
-from rl2.config.schema import ModelConfig
 
 EVALUATE = (
     "python -m rl2.trainer.ppo trainer.eval_only=true actor.model_name=RUN/model "
     "data.test_path=... rollout.env_path=..."
+)
+AS_ACTOR = (
+    "dtype",
+    "compile",
+    "fsdp_size",
+    "sp_size",
+    "tp_size",
+    "max_length_per_device",
+    "max_inference_length_per_device",
+    "share_prompts",
+    "offload_model",
 )
 DROPPED = {
     "rl2 push": "hf upload OWNER/NAME RUN/model",
@@ -52,11 +60,7 @@ DROPPED = {
     "data.weights": "rl2 as it is: a source has the share of its rows; repeat or sample them",
     "data.turns": '"weight": 0 in the replies that are not trained, or prompt and completion',
     "data.test_limit": "a smaller file of test rows, or a smaller data.test_ratio",
-    **{
-        f"teacher.{entry.name}": f"actor.{entry.name}, as the actor has, or teacher.base_url"
-        for entry in fields(ModelConfig)
-        if entry.name != "model_name"
-    },
+    **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }
 
 
