@@ -4,7 +4,6 @@ Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl2.batch import Batch, Pack, scored_spans
+from rl2.rounding import ceil_div
 
 Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
 
@@ -150,10 +150,10 @@ def _fill_bins(units: list[Bin], num_ranks: int, budget: int, kind: str) -> list
     units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
     # No bin holds more than the budget, or two units of more than half of it.
     fewest_bins = max(
-        math.ceil(sum(unit.tokens for unit in units) / budget),
+        ceil_div(sum(unit.tokens for unit in units), budget),
         sum(2 * unit.tokens > budget for unit in units),
     )
-    num_micro_batches = max(1, math.ceil(fewest_bins / num_ranks))
+    num_micro_batches = max(1, ceil_div(fewest_bins, num_ranks))
     while (bins := _place_units(units, num_micro_batches * num_ranks, budget)) is None:
         num_micro_batches += 1
     return bins

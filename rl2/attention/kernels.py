@@ -10,7 +10,6 @@ and whose value is 0.
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +21,7 @@ from transformers import AttentionInterface
 
 from rl2.parallel.device import copy_to_device, device_kind
 from rl2.progress import mark
+from rl2.rounding import round_up
 
 aten = torch.ops.aten
 NO_DROPOUT = 0.0
@@ -67,7 +67,7 @@ class Block:
             width = num_queries
             call = s  # a long document has a call of its own
             if num_queries <= SHORT_DOCUMENT_TOKENS:
-                width = math.ceil(num_queries / WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
+                width = round_up(num_queries, WIDTH_MULTIPLE_TOKENS)
                 call = -1
             groups.setdefault((width, num_keys, call), []).append(s)
         return [self._call(width, documents) for (width, _, _), documents in groups.items()]

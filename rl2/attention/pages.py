@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl2.rounding import round_up
+
 PAGE_SIZE_TOKENS = 64
 # With fewer rows MKL takes kernels for vectors in fp32, which sum in another order: in the products
 # of one head, and in those of all tokens: threads share their rows.
@@ -148,7 +150,7 @@ class Pages:
             while first < end_of_document:
                 page = first // PAGE_SIZE_TOKENS
                 end = min(end_of_document, (page + 1) * PAGE_SIZE_TOKENS)
-                width = math.ceil((end - first) / WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
+                width = round_up(end - first, WIDTH_MULTIPLE_TOKENS)
                 pieces.setdefault((page + 1, width), []).append(Piece(document, first, end))
                 first = end
         self.calls: list[Call] = []

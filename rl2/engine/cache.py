@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS, attend_pages
 from rl2.attention.ring import PackedAttention
+from rl2.rounding import ceil_div, round_up
 
 GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
 PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
@@ -146,7 +147,7 @@ class KVCache:
         """Writes a prompt's keys and values into each of `slots`, from position 0."""
         for layer, keys_and_values in kv.items():
             length = keys_and_values[0].shape[1]
-            num_pages = math.ceil(length / PAGE_SIZE_TOKENS)
+            num_pages = ceil_div(length, PAGE_SIZE_TOKENS)
             padding = num_pages * PAGE_SIZE_TOKENS - length
             keys, values = self._reserve(layer, keys_and_values, num_pages)
             for pages, new in zip((keys.mT, values), keys_and_values, strict=True):
@@ -177,7 +178,7 @@ class KVCache:
         held = self.layers[layer]
         missing = count - held[0].shape[self.key_dim]
         if missing > 0:
-            new = self._zeros(like, math.ceil(missing / self.growth) * self.growth)
+            new = self._zeros(like, round_up(missing, self.growth))
             held[:] = [torch.cat(parts, self.key_dim) for parts in zip(held, new, strict=True)]
         return held
 

@@ -1,6 +1,5 @@
 """The linear layers of the embedded engine: packed weights on a CPU, and the head."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.model.logits import head_products
+from rl2.rounding import ceil_div
 
 
 def pack_linear_layers(model: Any, max_rows: int, exact: bool) -> None:
@@ -66,7 +66,7 @@ def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
 def repeat_rows(weight: Tensor, count: int) -> Tensor:
     """The first `count` rows of the weight, from the first one on again if it has fewer."""
-    return weight[:count].repeat(math.ceil(count / len(weight)), 1)[:count]
+    return weight[:count].repeat(ceil_div(count, len(weight)), 1)[:count]
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

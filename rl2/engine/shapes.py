@@ -4,7 +4,6 @@ A kernel chooses its order of summation by shape. So the rounding of a row can d
 rows and keys share its call, but not on their values.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from rl2.attention.pages import MIN_ROWS, queries_are_independent
 from rl2.engine.base import EngineSettings
 from rl2.engine.linear import head_logits, repeat_rows
+from rl2.rounding import round_up
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
 STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
@@ -36,7 +36,7 @@ class Shapes:
         """How many slots to decode, from the first one on, if so many are busy."""
         if self.constant:
             return self.num_slots
-        num_rows = math.ceil(num_busy / STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+        num_rows = round_up(num_busy, STEP_ROWS_MULTIPLE)
         if self.exact:
             num_rows = max(num_rows, MIN_ROWS)
         return min(num_rows, self.num_slots)
@@ -47,9 +47,7 @@ class Shapes:
             return num_tokens
         num_rows = max(MIN_ROWS, num_tokens)
         # Such numbers were tried, see rows_are_independent.
-        if num_prompts == 1:
-            return num_rows
-        return math.ceil(num_rows / STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+        return num_rows if num_prompts == 1 else round_up(num_rows, STEP_ROWS_MULTIPLE)
 
     def prefill_limit(self) -> int:
         """Most tokens of several prompts in one forward."""

@@ -6,7 +6,6 @@ in the same order of additions: attention by pages (attention/pages.py), and the
 Shapes: P scored pairs, n rows, E hidden size, V vocabulary.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from rl2.batch import Batch, Pack
 from rl2.config.conditions import Exactness
 from rl2.error_report import Diverged
 from rl2.model.logits import LogitSettings, capped
+from rl2.rounding import ceil_div
 
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
 
@@ -85,7 +85,7 @@ def exact_scores(
     weight = weight.float()
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, logits_per_slice // len(weight))
-    num_slices = math.ceil(len(hidden) / most_rows)
+    num_slices = ceil_div(len(hidden), most_rows)
     kept = hidden.new_empty(len(hidden), len(weight)) if keeps_logits else None
     rows = zip(
         hidden.tensor_split(num_slices),

@@ -4,7 +4,6 @@ Host memory is page-locked once, so that copies run beside the computation and a
 speed.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from rl2.rounding import round_up
 
 # Most bytes of host tensors that have copies on the device at a time: half of them are computed on
 # while the other half is copied.
@@ -27,7 +28,7 @@ def empty_on_host(likes: Sequence[Tensor]) -> list[Tensor]:
 
     The block is page-locked if `likes` are on a GPU, and fake if they are.
     """
-    sizes = [math.ceil(like.nbytes / ALIGNMENT) * ALIGNMENT for like in likes]
+    sizes = [round_up(like.nbytes, ALIGNMENT) for like in likes]
     block = likes[0].new_empty(sum(sizes) // 4, dtype=torch.float32, device="cpu")
     if likes[0].device.type == "cuda":
         _pin(block)

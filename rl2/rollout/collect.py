@@ -1,6 +1,5 @@
 """Collects the trajectories of a step from all engines."""
 
-import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -26,6 +25,7 @@ from rl2.rollout.trajectory import (
     in_order,
     place_rewards,
 )
+from rl2.rounding import ceil_div
 
 WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
 
@@ -228,7 +228,7 @@ class Collector:
     ) -> dict[int, Group]:
         """Plays the groups of the schedule. Returns those of this process's engine by number."""
         # An estimate: engines claim groups first come, first served, so none knows its share.
-        num_groups = math.ceil(schedule.num_needed / self.player.engine.count)
+        num_groups = ceil_div(schedule.num_needed, self.player.engine.count)
         title = "rollout" if split == "train" else split
         with progress.Bar(title, num_groups, "groups", dist.get_rank() == 0) as bar:
             rollout = Rollout(

@@ -5,7 +5,6 @@ choices of a GPU. Every micro-batch is full. There are no formulas of memory: wh
 allocates is counted.
 """
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTCo
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.ppo_setup import SHARE_BESIDE_TRAINER
+from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
@@ -219,7 +219,7 @@ def full_batch(
     if inference and config.max_inference_length_per_device:
         budget = config.max_inference_length_per_device
     budget *= config.sp_size
-    in_micro_batch = math.ceil(math.ceil(budget / longest) / row_multiple) * row_multiple
+    in_micro_batch = round_up(ceil_div(budget, longest), row_multiple)
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
     names = Batch.__annotations__.keys() - {"candidates", "experts"}

@@ -9,7 +9,6 @@ Two functions of torch are replaced while a plan is made, since torch has no oth
 them: storages are resized without an operator, and FSDP takes the device of a mesh from its name.
 """
 
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from transformers import PreTrainedConfig
 
 from rl2.model.load import HuggingFaceFiles
 from rl2.parallel.device import PLANNED_DEVICE
+from rl2.rounding import round_up
 
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
         self.bytes -= self._sizes.pop(key)
 
     def _set_size(self, key: int, size: int) -> None:
-        size = math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
+        size = round_up(size, BLOCK_BYTES)
         self.bytes += size - self._sizes.get(key, 0)
         self.peak = max(self.peak, self.bytes)
         self._sizes[key] = size
