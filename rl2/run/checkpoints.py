@@ -71,7 +71,8 @@ class Checkpoints:
                 put_in_place(partial, self.path(step))
                 sync_to_disk(self.folder)
         except Failure as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if dist.get_rank() == 0:  # which may still write there when another one fails
+                shutil.rmtree(partial, ignore_errors=True)
             newest = self.newest()
             remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
             failed = describe_failed_write(self.path(step))
