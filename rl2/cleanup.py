@@ -5,10 +5,15 @@ such as a notebook: there the run has a scope.
 """
 
 import atexit
+import ctypes
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 Callback = Callable[[], object]
+# Of Linux: the signal that a process gets when the thread that has started it ends.
+PR_SET_PDEATHSIG = 1
 
 _scope: list[Callback] | None = None  # None: the run ends with its process
 
@@ -48,3 +53,9 @@ def scope() -> Iterator[None]:
         with ExitStack() as stack:
             for callback in callbacks:
                 stack.callback(callback)
+
+
+def end_with_parent() -> None:
+    """Makes the kernel kill this process when the thread that has started it ends, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

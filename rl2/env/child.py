@@ -3,25 +3,21 @@
 rl2/env/processes.py starts it. Nothing of the trainer is imported here.
 """
 
-import ctypes
 import inspect
 import json
 import os
 import pickle
-import signal
-import sys
 from collections.abc import Hashable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from rl2.cleanup import end_with_parent
 from rl2.env.contract import EnvError
 from rl2.env.results import check_result, raising_env_error
 from rl2.env.session import Sessions
 from rl2.output import outlive_readers
 from rl2.user_files import import_env_file
-
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent has ended
 
 
 def serve(descriptor: int, path: str) -> None:
@@ -29,8 +25,7 @@ def serve(descriptor: int, path: str) -> None:
 
     A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
     """
-    if sys.platform == "linux":  # else it ends after its call, since the socket has ended
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # where that does nothing, it ends after its call: the socket has ended
     # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix.
     outlive_readers()
     # Processes that the env starts must not hold the socket: its end tells that this one ended.

@@ -1,6 +1,5 @@
 """How a run ends early: a stop that saves, and errors that are one message."""
 
-import ctypes
 import faulthandler
 import gc
 import io
@@ -32,8 +31,6 @@ LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "p
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
 # In gloo's words for a connection to a process that is gone.
 LOST_CONNECTION = ("by peer", "Pair is not connected")
-# Of Linux: the signal that a process gets when the thread that forked it ends.
-PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
@@ -93,10 +90,10 @@ def end_with_launcher() -> None:
 
     A rank in a C function that keeps Python's lock notices nothing itself.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    cleanup.end_with_parent()
     if os.getppid() != launcher:  # it ended before the call
         os._exit(1)
 
