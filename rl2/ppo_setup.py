@@ -53,6 +53,7 @@ from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.player import Player
 from rl2.rollout.sampling import Colocated
+from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.shape import Shape, add_overlong
 from rl2.run.folder import RunFolder
 
@@ -160,7 +161,21 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
-    return Collector(
+    new_collector: Callable[..., Collector] = Collector
+    if rollout.partial:
+        from rl2.rollout.partial import PartialCollector
+
+        new_collector = partial(
+            PartialCollector, num_steps=num_steps, max_staleness=rollout.max_staleness
+        )
+    new_schedule: Callable[..., GroupSchedule] = GroupSchedule
+    if rollout.filter:
+        from rl2.rollout.filter import FilteredSchedule
+
+        new_schedule = partial(
+            FilteredSchedule, bounds=rollout.filter, max_refills=rollout.max_refills
+        )
+    return new_collector(
         _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if setup.prompts is None else DataCursor(setup.prompts),
         params=_make_sampling_params(
@@ -170,13 +185,9 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
             experts_from=0 if config.actor.routing_replay else None,
         ),
         samples_per_prompt=config.data.responses_per_prompt,
-        num_steps=num_steps,
         seed=config.trainer.seed,
         deterministic=is_deterministic,
-        partial=rollout.partial,
-        filter=rollout.filter,
-        max_refills=rollout.max_refills,
-        max_staleness=rollout.max_staleness,
+        new_schedule=new_schedule,
         write_records=setup.folder.write_records,
         shapes=_choose_shapes(rollout),
     )

@@ -1,8 +1,8 @@
 """A scripted engine, and prompts and collectors for the tests of rollouts."""
 
 import asyncio
+import functools
 import textwrap
-from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
+from rl2.rollout.filter import FilteredSchedule
+from rl2.rollout.partial import PartialCollector
 from rl2.rollout.player import Player
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
@@ -87,7 +89,7 @@ class ScriptedEngine:
 
 def player_class(env, **options):
     """What makes players for the env, as a run chooses it."""
-    return partial(AgentPlayer, **options) if env.spec.agent else Player
+    return functools.partial(AgentPlayer, **options) if env.spec.agent else Player
 
 
 def say_x(*_):
@@ -124,11 +126,30 @@ def make_training(collector, num_rows, batch_size, num_samples=2, **options):
     return train_rows(collector.player, rows, batch_size, num_samples, **options)
 
 
-def train_rows(player, rows, batch_size, num_samples=2, **options):
-    """A collector for training; `options` are its own."""
-    options = {"params": PARAMS, "num_steps": 99, "deterministic": True, **options}
+def train_rows(
+    player,
+    rows,
+    batch_size,
+    num_samples=2,
+    filter=(),
+    max_refills=0,
+    partial=False,
+    max_staleness=None,
+    num_steps=99,
+    **options,
+):
+    """A collector for training; `options` are its own, the others as the keys of the config."""
+    options = {"params": PARAMS, "deterministic": True, **options}
+    new_collector = Collector
+    if partial:
+        new_collector = PartialCollector
+        options |= {"num_steps": num_steps, "max_staleness": max_staleness}
+    if filter:
+        options["new_schedule"] = functools.partial(
+            FilteredSchedule, bounds=filter, max_refills=max_refills
+        )
     prompts = Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=100)
-    return Collector(
+    return new_collector(
         player,
         cursor=DataCursor(Mixture({"": prompts}, batch_size=batch_size)),
         write_records=write_nothing,

@@ -20,6 +20,7 @@ from rl2.config.schema import PPOConfig
 from rl2.engine.base import SamplingParams
 from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
+from rl2.rollout.filter import FilteredSchedule
 from rl2.rollout.play import Rollout
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
 from rl2.rollout.shape import add_overlong
@@ -56,15 +57,17 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
 
 @settings(deadline=None)
 @given(
-    scores=st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=12, max_size=12),
+    scores=st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=15, max_size=15),
     num_ahead=st.integers(0, 3),
     filter=st.sampled_from([SOME, ()]),
     random=st.randoms(use_true_random=False),
 )
 def test_a_step_uses_the_same_groups_in_whichever_order_they_end(scores, num_ahead, filter, random):
-    """It needs 4, with a filter of at most 9. Its bounds do not pass, nor a failed group."""
-    max_used = 9 if filter else 4
-    schedule = GroupSchedule(4, max_used, num_ahead, filter)
+    """It needs 4, with a filter of at most 12. Its bounds do not pass, nor a failed group."""
+    max_used = 12 if filter else 4
+    schedule = GroupSchedule(4, num_ahead)
+    if filter:
+        schedule = FilteredSchedule(4, num_ahead, bounds=filter, max_refills=2)
     passing = [number for number in range(max_used) if not filter or scores[number] == 0.5]
     num_used = passing[3] + 1 if len(passing) > 3 else max_used
     assert schedule.may_start_unused == bool(filter or num_ahead)
@@ -86,7 +89,7 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
     """It plays nothing. The other process has finished three groups when it looks."""
     collector = make_collector(tmp_path, [1] * 4, {}, 2, filter=SOME, max_refills=1)
     collector.player.engine.index = None
-    schedule = GroupSchedule(num_needed=2, max_used=4, filter=SOME)
+    schedule = FilteredSchedule(num_needed=2, bounds=SOME, max_refills=1)
     board = GroupBoard()
     for number, mean_score in enumerate([0.5, 0.0, 0.5]):
         board.post(number, mean_score)

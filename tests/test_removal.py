@@ -11,7 +11,8 @@ from common import ROOT, make_model
 
 FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
 ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "vllm", "vllm_start"))
-OTHERS = ("agents", "teacher.py", *ENGINES)
+ROLLOUT = ("rollout/filter.py", "rollout/partial.py")
+OTHERS = ("agents", "teacher.py", *ROLLOUT, *ENGINES)
 
 
 def remove(package: Path, feature: str) -> None:

@@ -30,7 +30,7 @@ from rl2.batch import Batch, Sample, collate
 from rl2.data.examples import Example
 from rl2.env.load import load_env
 from rl2.rollout.collect import StepGroups
-from rl2.rollout.schedule import GroupSchedule
+from rl2.rollout.filter import FilteredSchedule
 from rl2.rollout.stats import (
     add_ages,
     summarise,
@@ -309,7 +309,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
     collector = make_training(collector, 3, 2, 1, **options)
 
     with monkeypatch.context() as patch:  # as after a group outside the filter
-        patch.setattr(GroupSchedule, "start_limit", property(lambda _: 3))
+        patch.setattr(FilteredSchedule, "start_limit", property(lambda _: 3))
         done = collector.collect(1)
     assert [t.group for t in done] == [0, 1]
     deadline = time.monotonic() + 10

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -18,7 +18,6 @@ from rl2.rollout.schedule import GroupBoard, GroupSchedule
 from rl2.rollout.shape import Shape
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
-    FilterStatus,
     Group,
     Trajectory,
     begin_group,
@@ -70,15 +69,6 @@ class Collector:
 
     `cursor` has the position in the training data; it is None in an evaluation.
 
-    With `partial`, a step also plays prompts of the next step, and ends when its own groups
-    are done. The others wait in `carried_over`, the same on every process, and continue in the next
-    step.
-
-    With `filter`, groups of further prompts replace those that the filter rejects. A step
-    trains the first groups in the order of the prompts, whichever ends first. So with deterministic
-    engines it does not depend on how many groups were in play. Later groups are dropped, and their
-    prompts come again in the next step; with `partial` they are carried over.
-
     `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
     Otherwise an engine claims the next group as soon as its slots have room, so that neither a slow
     engine nor a slow environment delays the others.
@@ -90,15 +80,12 @@ class Collector:
     write_records: WriteRecords  # for the transcripts of a rollout that ends the run
     cursor: DataCursor | None = None
     samples_per_prompt: int = 1
-    num_steps: int = 1
     seed: int = 0
     deterministic: bool = True
-    partial: bool = False  # this and the next three as the keys of the section rollout
-    filter: Sequence[float] = ()  # (low, high), or empty
-    max_refills: int = 0
-    max_staleness: int | None = None
+    new_schedule: Callable[[int, int], GroupSchedule] = GroupSchedule  # of num_needed, num_ahead
     shapes: Sequence[Shape] = ()  # of the rewards
-    carried_over: list[Group] = field(default_factory=list)  # for the next step
+    keeps_unused: ClassVar[bool] = False  # partial.py has a collector that does
+    carried_over: list[Group] = field(default_factory=list)  # what it has kept for the next step
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -110,21 +97,19 @@ class Collector:
         RuntimeError if the environment failed on more trajectories than it may.
         """
         assert self.cursor is not None
-        first_position = self.cursor.position
-        carried_over = [self._restart_if_stale(group) for group in self.carried_over]
-        groups = StepGroups(carried_over, self.cursor, self.samples_per_prompt)
-        schedule = self._make_schedule(is_last=step == self.num_steps)
+        first_position = self.cursor.position - len(self.carried_over)
+        groups = StepGroups(self.carried_over, self.cursor, self.samples_per_prompt)
+        num_needed = self.cursor.examples.batch_size
+        schedule = self.new_schedule(num_needed, self.num_ahead(step))
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
         num_used = schedule.num_used
         assert num_used is not None
-        self.carried_over = self._keep_unused(groups, played, num_used)
+        self.carried_over = self.keep_unused(groups, played, num_used)
         # The prompts of groups that are not kept come again.
-        num_kept = num_used + len(self.carried_over)
-        self.cursor.position = first_position + num_kept - len(carried_over)
+        self.cursor.position = first_position + num_used + len(self.carried_over)
         used = {number: group for number, group in played.items() if number < num_used}
-        if schedule.filter:
-            _apply_filter(used, schedule)
+        schedule.mark_rejected(used)
         own = [trajectory for group in used.values() for trajectory in group.trajectories]
         trajectories = self._gather(own, "train", step)
         board.clear()  # every process has gathered, so none reads it any more
@@ -132,47 +117,18 @@ class Collector:
         for shape in self.shapes:
             shape(trajectories)
         place_rewards(trajectories)
-        self.cursor.rows_done += schedule.num_needed
+        self.cursor.rows_done += num_needed
         return trajectories
 
-    def _make_schedule(self, is_last: bool) -> GroupSchedule:
-        """Makes the schedule of a training step. `is_last`: no step follows."""
-        assert self.cursor is not None
-        size = self.cursor.examples.batch_size
-        return GroupSchedule(
-            num_needed=size,
-            max_used=size * (1 + self.max_refills) if self.filter else size,
-            num_ahead=size if self.partial and not is_last else 0,
-            filter=self.filter,
-        )
+    def num_ahead(self, step: int) -> int:
+        """How many groups may start in this step for the next one."""
+        return 0
 
-    def _restart_if_stale(self, group: Group) -> Group:
-        """Returns the group, or a new start of it if it has tokens older than max_staleness."""
-        limit = self.max_staleness
-        version = self.player.engine.version
-        assert version is not None, "the engine has no weights"
-        lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
-        if limit is None or max(lags, default=0) <= limit:
-            return group
-        return _restart(group)
-
-    def _keep_unused(
+    def keep_unused(
         self, groups: StepGroups, played: dict[int, Group], num_used: int
     ) -> list[Group]:
-        """Returns the groups for the next step, with partial rollouts.
-
-        Every process gets all of them, so that whichever engine is free continues them.
-        """
-        if not self.partial:
-            return []
-        num_kept = max(num_used, len(groups.carried_over))
-        unused = {number: group for number, group in played.items() if number >= num_used}
-        for theirs in all_gather_objects(unused):
-            for number, group in theirs.items():
-                groups.replace(number, group)
-                num_kept = max(num_kept, number + 1)
-        groups.get(num_kept - 1)  # which this process may not have made yet
-        return groups.groups[num_used:num_kept]
+        """Returns the groups that wait for the next step, of those that this one does not use."""
+        return []
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
         """ValueError if the rewards of the first step do not have the parts that keys name."""
@@ -208,7 +164,7 @@ class Collector:
             begin_group(i, prompt, num_samples, i * num_samples, split)
             for i, prompt in enumerate(prompts)
         ]
-        schedule = GroupSchedule(num_needed=len(groups), max_used=len(groups))
+        schedule = GroupSchedule(len(groups))
         board = GroupBoard()
         played = self._play(groups.__getitem__, schedule, board, params, split, step)
         own = [trajectory for group in played.values() for trajectory in group.trajectories]
@@ -239,7 +195,7 @@ class Collector:
                 params=params,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
-                continues_unused=self.partial,
+                continues_unused=self.keeps_unused,
                 bar=bar,
             )
             self.player.engine.loop.run_until_complete(rollout.play())
@@ -273,12 +229,6 @@ class Collector:
         self.carried_over = pickle.loads(state["carried_over"])
 
 
-def _restart(group: Group) -> Group:
-    """Returns a new start of the group, without tokens."""
-    first = group.trajectories[0].id
-    return begin_group(group.id, group.prompt, len(group.trajectories), first)
-
-
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
     """ValueError if a setting names a part that is not among those of the first rewards."""
     if name is not None and part_names and name not in part_names:
@@ -286,16 +236,6 @@ def check_part_name(setting: str, name: str | None, part_names: set[str]) -> Non
             f"{setting}: no reward of the first step has a part of this name; the parts are "
             f"{', '.join(sorted(part_names))}"
         )
-
-
-def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:
-    """Notes what rollout.filter decides, and takes the samples of what it rejects."""
-    for number, group in groups.items():
-        passes = schedule.passes_filter(number)
-        for trajectory in group.trajectories:
-            trajectory.filter_status = FilterStatus.PASSED if passes else FilterStatus.REJECTED
-            if not passes:
-                trajectory.samples = []
 
 
 def _gather_trajectories(own: list[Trajectory]) -> list[Trajectory]:
