@@ -101,11 +101,11 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
         params=PARAMS,
         seed=(0,),
         deterministic=True,
-        continues_unused=False,
+        keeps_unused=False,
         bar=None,
     )
     collector.player.engine.loop.run_until_complete(rollout.play())
-    assert schedule.num_used == 3 and not rollout.played
+    assert schedule.num_used == 3 and not rollout.begun
     board.clear()
     assert not board.read()
 
@@ -237,6 +237,7 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     options = {"shapes": [shape], "params": params}
     collector = make_collector(tmp_path, [1, 2], {}, 2, filter=SOME, max_refills=1, **options)
     collector.player.engine.lengths = {0: 18, 1: 18}
+    collector.player.reward_weights = {"overlong": 1.0}  # which may be weighted, too
     trajectories = collector.collect(1)
     right, wrong, *filtered = trajectories[:4]
     assert right.rewards == {"right": 1.0, "overlong": -0.2} and right.reward == 0.8
@@ -247,7 +248,7 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
 
 def test_reward_weights_scale_the_parts_and_a_wrong_name_is_refused(tmp_path):
     collector = make_collector(tmp_path, [1], {}, 1)
-    collector.player.reward_weights = {"right": 0.5}
+    collector.player.reward_weights = {"right": 0.5, "turns": 2.0}  # no turn has earned any yet
     right, wrong = collector.collect(1)
     assert right.rewards == {"right": 1.0} and (right.reward, wrong.reward) == (0.5, 0.0)
     assert right.samples[0].rewards[-1] == 0.5 and right.record()["reward"] == 0.5

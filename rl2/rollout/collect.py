@@ -69,9 +69,9 @@ class Collector:
 
     `cursor` has the position in the training data; it is None in an evaluation.
 
-    `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
-    Otherwise an engine claims the next group as soon as its slots have room, so that neither a slow
-    engine nor a slow environment delays the others.
+    `deterministic` deals the groups to the engines in advance, and an engine gets all of its own
+    that may start. Otherwise an engine claims the next group as soon as its slots have room, so
+    that neither a slow engine nor a slow environment delays the others.
     """
 
     player: Player
@@ -91,31 +91,34 @@ class Collector:
     def collect(self, step: int) -> list[Trajectory]:
         """Returns the trajectories of training step 1, 2, ..., of all processes on every process.
 
-        Their messages are on the first process only, which writes them. Groups that the filter
-        rejected are among them, without samples.
+        They are in order of the process that played them and then of the data. Their messages and
+        rows are on the first process only, which writes them. Groups that the filter rejected are
+        among them, without samples.
 
-        RuntimeError if the environment failed on more trajectories than it may.
+        RuntimeError if the environment failed on more trajectories than it may. ValueError if keys
+        name parts of the rewards that there are not, or one that rl2 adds.
         """
         assert self.cursor is not None
+        # That of group 0: the prompts of what is carried over are the last ones that were taken.
         first_position = self.cursor.position - len(self.carried_over)
         groups = StepGroups(self.carried_over, self.cursor, self.samples_per_prompt)
         num_needed = self.cursor.examples.batch_size
         schedule = self.new_schedule(num_needed, self.num_ahead(step))
         board = GroupBoard()
-        played = self._play(groups.get, schedule, board, self.params, "train", step)
+        begun = self._play(groups.get, schedule, board, self.params, "train", step)
         num_used = schedule.num_used
         assert num_used is not None
-        self.carried_over = self.keep_unused(groups, played, num_used)
+        self.carried_over = self.keep_unused(groups, begun, num_used)
         # The prompts of groups that are not kept come again.
         self.cursor.position = first_position + num_used + len(self.carried_over)
-        used = {number: group for number, group in played.items() if number < num_used}
+        used = {number: group for number, group in begun.items() if number < num_used}
         schedule.mark_rejected(used)
         own = [trajectory for group in used.values() for trajectory in group.trajectories]
         trajectories = self._gather(own, "train", step)
         board.clear()  # every process has gathered, so none reads it any more
-        self._check_part_names(trajectories)
         for shape in self.shapes:
             shape(trajectories)
+        self._check_part_names(trajectories)
         place_rewards(trajectories)
         self.cursor.rows_done += num_needed
         return trajectories
@@ -125,13 +128,16 @@ class Collector:
         return 0
 
     def keep_unused(
-        self, groups: StepGroups, played: dict[int, Group], num_used: int
+        self, groups: StepGroups, begun: dict[int, Group], num_used: int
     ) -> list[Group]:
-        """Returns the groups that wait for the next step, of those that this one does not use."""
+        """Returns the groups that go on in the next step, of those that this one does not use.
+
+        `begun` are those of this process's engine by number.
+        """
         return []
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
-        """ValueError if the rewards of the first step do not have the parts that keys name."""
+        """ValueError if the first rewards do not have the parts that keys name."""
         if self.part_names:
             return
         self.part_names = {name for t in trajectories for name in t.rewards}
@@ -166,8 +172,8 @@ class Collector:
         ]
         schedule = GroupSchedule(len(groups))
         board = GroupBoard()
-        played = self._play(groups.__getitem__, schedule, board, params, split, step)
-        own = [trajectory for group in played.values() for trajectory in group.trajectories]
+        begun = self._play(groups.__getitem__, schedule, board, params, split, step)
+        own = [trajectory for group in begun.values() for trajectory in group.trajectories]
         trajectories = self._gather(own, split, step)
         board.clear()
         place_rewards(trajectories)
@@ -195,14 +201,14 @@ class Collector:
                 params=params,
                 seed=(self.seed, int(split != "train"), step),
                 deterministic=self.deterministic,
-                continues_unused=self.keeps_unused,
+                keeps_unused=self.keeps_unused,
                 bar=bar,
             )
             self.player.engine.loop.run_until_complete(rollout.play())
-        return rollout.played
+        return rollout.begun
 
     def _gather(self, own: list[Trajectory], split: str, step: int) -> list[Trajectory]:
-        """Returns the trajectories of all processes, unless too many calls of the env failed."""
+        """Returns the trajectories of all processes, unless the env failed on too many of them."""
         trajectories = _gather_trajectories(own)
         assert all(trajectory.is_done for trajectory in trajectories), "a play was cancelled"
         num_failed = sum(trajectory.is_failed for trajectory in trajectories)
@@ -230,8 +236,11 @@ class Collector:
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
-    """ValueError if a setting names a part that is not among those of the first rewards."""
-    if name is not None and part_names and name not in part_names:
+    """ValueError if a setting names a part that is not among those of the first rewards.
+
+    The part of turns need not be: a trajectory has it only if its turns earned something.
+    """
+    if name not in (None, "turns") and part_names and name not in part_names:
         raise ValueError(
             f"{setting}: no reward of the first step has a part of this name; the parts are "
             f"{', '.join(sorted(part_names))}"

@@ -60,7 +60,6 @@ class FilteredSchedule(GroupSchedule):
         return self.max_used
 
     def mark_rejected(self, used: Mapping[int, Group]) -> None:
-        """Those that are rejected are recorded, and have no samples."""
         for number, group in used.items():
             passes = self._passes(number)
             for trajectory in group.trajectories:

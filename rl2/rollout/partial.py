@@ -40,11 +40,11 @@ class PartialCollector(Collector):
         return 0 if step == self.num_steps else self.cursor.examples.batch_size
 
     def keep_unused(
-        self, groups: StepGroups, played: dict[int, Group], num_used: int
+        self, groups: StepGroups, begun: dict[int, Group], num_used: int
     ) -> list[Group]:
         """Every process gets all of them, so that whichever engine is free continues them."""
         num_kept = max(num_used, len(groups.carried_over))
-        unused = {number: group for number, group in played.items() if number >= num_used}
+        unused = {number: group for number, group in begun.items() if number >= num_used}
         for theirs in all_gather_objects(unused):
             for number, group in theirs.items():
                 groups.replace(number, group)

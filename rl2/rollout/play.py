@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05  # between two looks at which groups the other engines have 
 
 @dataclass
 class Rollout:
-    """This process's part of one rollout. `await play()` plays it; `played` has its groups."""
+    """This process's part of one rollout. `await play()` plays it."""
 
     player: Player
     schedule: GroupSchedule
@@ -30,9 +30,9 @@ class Rollout:
     params: SamplingParams
     seed: Seed  # the same for all groups
     deterministic: bool  # groups are dealt to the engines in advance
-    continues_unused: bool  # the next step continues the groups that this one does not use
+    keeps_unused: bool  # the next step continues the groups that this one does not use
     bar: progress.Bar
-    played: dict[int, Group] = field(default_factory=dict)  # by number
+    begun: dict[int, Group] = field(default_factory=dict)  # by number
 
     async def play(self) -> None:
         """Plays until all groups are done, or until the step has what it needs.
@@ -48,7 +48,7 @@ class Rollout:
             if self.schedule.is_complete:
                 self.player.is_pausing = True
                 self.player.engine.abort()  # repeated: a request may have been on its way
-                if not self.continues_unused and not self.player.num_requests:
+                if not self.keeps_unused and not self.player.num_requests:
                     is_cut = playing.cancel()
         try:
             await playing
@@ -57,7 +57,7 @@ class Rollout:
         except asyncio.CancelledError:
             if not is_cut:
                 raise
-        if self.schedule.may_start_unused and not self.continues_unused:
+        if self.schedule.may_start_unused and not self.keeps_unused:
             await self._end_unused()
 
     async def _end_unused(self) -> None:
@@ -68,7 +68,7 @@ class Rollout:
         assert self.schedule.num_used is not None
         ends = [
             self.player.end(trajectory)
-            for number, group in self.played.items()
+            for number, group in self.begun.items()
             for trajectory in group.trajectories
             if number >= self.schedule.num_used
         ]
@@ -87,7 +87,7 @@ class Rollout:
         num_begun = 0  # trajectories that have not run yet
         async with asyncio.TaskGroup() as tasks:
             async for number in self._own_numbers():
-                group = self.played[number] = self.get_group(number)
+                group = self.begun[number] = self.get_group(number)
                 plays = [
                     tasks.create_task(self._play_trajectory(group, i))
                     for i in range(len(group.trajectories))
@@ -96,7 +96,7 @@ class Rollout:
                 num_begun += len(plays)
                 while self.player.num_requests + num_begun >= max_requests:
                     await asyncio.sleep(SLOT_SECONDS)
-                    num_begun = 0  # they have sent their requests meanwhile
+                    num_begun = 0  # meanwhile, most have sent their requests
 
     async def _own_numbers(self) -> AsyncIterator[int]:
         """Yields the numbers of the groups that this engine plays, as it gets to them."""

@@ -149,7 +149,8 @@ class Player:
     ) -> TurnInfo | None:
         """Plays one turn of the assistant and the environment's answer to it.
 
-        Returns the turn if it is the last one; None after other turns, and if it is aborted.
+        Returns the turn if it is the last one; None after other turns, and if a pause aborts it. An
+        agent plays all turns at once (rl2/agents/player.py).
         """
         turn = await self.sample_turn(trajectory, params, seed)
         if turn is None:

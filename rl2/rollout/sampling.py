@@ -18,8 +18,8 @@ class Sampling:
     of their own, and `SavedRollouts` the rollouts of another run, without an engine.
     """
 
-    # Whether the old policy of the loss is the one that sampled, and not the actor before the
-    # update.
+    # Whether the old policy of the loss is the one that sampled the trajectories of the last
+    # `collect`, and not the actor before the update.
     old_policy_is_sampler = False
     rows_done: int  # training prompts of the finished steps, over all epochs
 

@@ -15,9 +15,9 @@ _rollout_numbers = itertools.count()  # every process counts the same rollouts
 class GroupSchedule:
     """Decides which groups of a rollout may start and which ones the step uses.
 
-    It is pure: it knows no store and no engine, only the numbers of groups, which are in the order
-    of their prompts. The step uses the first `num_needed`, and as many as `num_ahead` more may
-    start for the next step. filter.py has a schedule that replaces groups.
+    It knows no store and no engine, only the numbers of groups, which are in the order of their
+    prompts. The step uses the first `num_needed`, and as many as `num_ahead` more may start for the
+    next step. filter.py has a schedule that also uses groups without training them.
     """
 
     num_needed: int
@@ -26,7 +26,7 @@ class GroupSchedule:
 
     @property
     def may_start_unused(self) -> bool:
-        """Whether groups may start that the step does not use."""
+        """Whether groups may start that the step does not use: then engines post what is done."""
         return self.num_ahead > 0
 
     @property
@@ -46,7 +46,7 @@ class GroupSchedule:
         return num_used is not None and all(n in self.mean_scores for n in range(num_used))
 
     def mark_rejected(self, used: Mapping[int, Group]) -> None:
-        """Marks the groups that the step does not train, of those that it uses, by number."""
+        """Marks the groups that the step uses and does not train, and takes their samples."""
 
 
 class GroupBoard:

@@ -55,7 +55,7 @@ def train_step(run: PPORun, step: int) -> StepResult:
     """
     config, recorder = run.config, run.recorder
     actor, critic = config.actor, config.critic
-    # The engine divides logits by it. The trainer scores the distribution that was sampled from.
+    # Logits are divided by the temperature: the trainer scores what the engine has sampled from.
     temperature = config.rollout.train_sampling_params.temperature
 
     # The engine answers every prompt several times, and the environment rewards the answers.
@@ -69,7 +69,7 @@ def train_step(run: PPORun, step: int) -> StepResult:
     # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):
         metrics |= add_scores(batch, run, temperature)
-    # How much better each token was than expected: its gradient is weighted by that.
+    # How much better each token was than expected, which the loss weights its gradient by.
     metrics |= add_advantages(batch, config, reward_parts(trajectories, batch))
     if config.rollout.mask_truncated:
         # An answer that was cut is not trained, but has counted in the baseline of its group.
@@ -120,8 +120,8 @@ def train_step(run: PPORun, step: int) -> StepResult:
             run.moving_reference().copy_weights(run.actor)
 
     # The evaluation of this step and the next rollout are sampled with the weights of this update.
-    # With rollout.num_processes it is a later rollout: the samplers, which take no weights while
-    # they play, have sampled the next one meanwhile.
+    # With rollout.num_processes the next rollout has been sampled meanwhile, and these weights
+    # sample a later one.
     run.wait_for_samplers()
     with recorder.phase("sync"):
         run.sync(step)
@@ -178,9 +178,9 @@ def ratio_is_too_high(config: ActorConfig, minibatch: Batch, metrics: dict[str, 
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
-    """Whether to score the rollout before the update.
+    """Whether the loss or the estimator needs the old policy's log-probabilities as a column.
 
-    With one update a rollout the current policy is the old one, so the update scores it.
+    With one update a rollout the current policy is the old one, so the update computes them.
     """
     estimator_needs = find_estimator(config.adv.estimator).needs
     return bool(

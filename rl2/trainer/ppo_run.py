@@ -160,7 +160,10 @@ class PPORun:
                 self.sampling.wait()
 
     def sync(self, step: int) -> None:
-        """Wakes the engine with the actor's weights of `step`, and compares the first ones."""
+        """Wakes the engine with the actor's weights of `step`.
+
+        Those of the first step of this launch are compared with the engine's.
+        """
         self.sampling.wake()
         self._send_weights()
         if self.config.rollout.check_weights or step == self.recorder.start_step + 1:
