@@ -64,15 +64,16 @@ class UpdateResult:
         """All numbers by the names that the metrics log uses.
 
         `total_weight` is the sum of the token weights that were run: metrics divided by it are
-        means. They are NaN where no token was run.
+        means. They are left out where no token was run.
         """
         numbers = {}
         for name, value in vars(self).items():
             if isinstance(value, int | float):
                 numbers[name] = float(value)
         numbers |= self.reported
-        weight = total_weight or math.nan
-        return numbers | {name: total / weight for name, total in self.metrics.items()}
+        for name, total in self.metrics.items() if total_weight else ():
+            numbers[name] = total / total_weight
+        return numbers
 
 
 class Worker:

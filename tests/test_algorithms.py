@@ -56,6 +56,7 @@ from rl2.batch import collate
 from rl2.config.schema import PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
+from rl2.worker import UpdateResult
 
 SEEDS = range(6)
 NOTHING_TRAINED = 6  # the seed of a case whose trajectories have all failed
@@ -533,8 +534,10 @@ def test_effective_sample_size():
     ]
     logged = average_updates("actor", updates)
     assert logged == {"actor/mismatch_ratio": 2, "actor/effective_sample_size": 0.8}
-    nothing_run = {"mismatch_ratio": math.nan, "mismatch_ratio_squared": math.nan}
-    assert math.isnan(average_updates("actor", [nothing_run])["actor/effective_sample_size"])
+    sums = {"mismatch_ratio": 0.0, "mismatch_ratio_squared": 0.0}
+    nothing_run = UpdateResult(0.0, 0.0, 0.1, False, sums, {}).to_log(0.0)
+    logged |= {"actor/loss": 0, "actor/grad_norm": 0, "actor/lr": 0.1, "actor/skipped": 0}
+    assert average_updates("actor", [*updates, nothing_run]) == logged, "no mean over no token"
     assert average_updates("critic", [{"loss": 1.0}, {"loss": 2.0}]) == {"critic/loss": 1.5}
 
 
