@@ -192,13 +192,14 @@ def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next
 
 def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
     options = {"partial": True, "deterministic": False, "num_steps": 9}
-    for max_staleness, versions in ((1, {2}), (2, {0, 2})):
+    for max_staleness, versions in ((1, {7}), (2, {5, 7})):
         rules = {**options, "max_staleness": max_staleness}
         collector = make_collector(tmp_path, [1] * 8, {2: 1.0}, 2, **rules)
         engine = collector.player.engine
+        engine.version = 5
         collector.collect(1)
         assert not collector.carried_over[0].is_done
-        engine.version = 2  # two updates later
+        engine.version = 7  # two updates later
         trajectories = collector.collect(2)
         assert rows_of(trajectories) == ([2, 3], []) and len(trajectories) == 4
         assert {version for t in trajectories for version, _ in t.versions} == versions
