@@ -263,7 +263,7 @@ class Worker:
         with writing(folder):
             self._save_model(folder, tokenizer)
             for part in self.model.attachments:
-                part.save(self.model, folder, self.memory.read)
+                part.save(self.model.hf, folder, self.memory.read)
             if with_optimizer:
                 export_optimizer(self.optimizer, folder)
         dist.barrier()
@@ -425,5 +425,5 @@ class SharedReference:
         batch = replace(batch, experts=None, old_logps=batch.engine_logps)
         with ExitStack() as stack:
             for part in worker.model.attachments:
-                stack.enter_context(part.at_start(worker.model))
+                stack.enter_context(part.at_start(worker.model.hf))
             return worker.score(batch, temperature)

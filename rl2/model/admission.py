@@ -10,7 +10,6 @@ Shapes: B sequences, T columns, see `batch.Batch`.
 
 import sys
 from copy import deepcopy
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.model.attachment import ModelSettings
-from rl2.model.classes import idle_parts, language_model_class
+from rl2.model.classes import AutoClass, idle_parts, language_model_class
 from rl2.model.features import attach_all
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 from rl2.model.token_model import TokenModel
@@ -97,7 +96,7 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
             return f"rl2 cannot run it ({reason})"
 
 
-def _uses_the_interface(hf: Any) -> bool:
+def _uses_the_interface(hf: PreTrainedModel) -> bool:
     """Whether the code of `hf` looks attention up in transformers' table of functions."""
     return hasattr(sys.modules[type(hf).__module__], "ALL_ATTENTION_FUNCTIONS")
 
@@ -110,7 +109,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
+def make_plain(model_class: AutoClass, config: PreTrainedConfig) -> PreTrainedModel:
     """Returns the model with the attention of transformers and random weights, in fp32."""
     try:
         plain = model_class.from_config(
@@ -163,7 +162,7 @@ def packed_columns(model: TokenModel, batch: Batch) -> Tensor:
     return unpack(packed, pairs, batch.mask.shape)
 
 
-def plain_columns(hf: Any, samples: list[Sample]) -> Tensor:
+def plain_columns(hf: PreTrainedModel, samples: list[Sample]) -> Tensor:
     """Computes [B, T] log-probabilities or values as transformers does, each sequence alone.
 
     They come from the samples themselves, so that a wrong batch shows.
@@ -172,7 +171,9 @@ def plain_columns(hf: Any, samples: list[Sample]) -> Tensor:
     critic_values: list[Tensor] = []
     if hf.get_output_embeddings() is None:
         # The model returns the value of the last token only.
-        hf.score.register_forward_hook(lambda _, inputs, values: critic_values.append(values))
+        hf.get_submodule("score").register_forward_hook(
+            lambda _, inputs, values: critic_values.append(values)
+        )
     for sample in samples:
         tokens = torch.tensor(sample.tokens)[None]
         logits = hf(tokens[:, :-1], use_cache=False).logits

@@ -1,13 +1,13 @@
 """The seam of a model's features: what attaches to a model, and when it is called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rl2.attention.blocks import Layout
 from rl2.batch import Pack
@@ -46,22 +46,19 @@ class Attachment:
     """why the model cannot have the bits of the embedded engine, in words"""
 
     @classmethod
-    def attach(cls, settings: ModelSettings, hf: Any) -> "Attachment | None":
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Attachment | None":
         """Changes the model `hf`, which has no memory yet. None if it does not have the feature.
 
         ValueError if it cannot have it. It prints nothing, and reads no weights.
         """
         raise NotImplementedError
 
-    def after_read(self, hf: Any) -> None:
+    def after_read(self, hf: PreTrainedModel) -> None:
         """On rank 0: `hf` has the weights of the files, and `attach` has not changed it."""
 
     def change(self, name: str, weight: Tensor) -> Tensor:
         """What is cut in the place of the whole weight `name`. On rank 0."""
         return weight
-
-    def after_shard(self, model: Any) -> None:
-        """The TokenModel is cut, and has its weights."""
 
     def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
         """The model runs `pack`, padded to `num_tokens` tokens, next."""
@@ -76,9 +73,15 @@ class Attachment:
         """
         return nullcontext({})
 
-    def at_start(self, model: Any) -> AbstractContextManager[None]:
+    def at_start(self, hf: PreTrainedModel) -> AbstractContextManager[None]:
         """A context in which the model is the one that training began with."""
         return nullcontext()
 
-    def save(self, model: Any, folder: str, read: Read) -> None:
+    def iter_exported(
+        self, hf: PreTrainedModel, read: Read
+    ) -> Iterator[tuple[str, DTensor]] | None:
+        """The parameters that are exported, by name, if they are not those of `hf`."""
+        return None
+
+    def save(self, hf: PreTrainedModel, folder: str, read: Read) -> None:
         """The model has been written to `folder`. `read` gives a parameter on the device."""

@@ -11,10 +11,16 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
+# Makes a model from a config or from files.
+AutoClass = type[
+    AutoModelForCausalLM | AutoModelForMultimodalLM | AutoModelForSequenceClassification
+]
 # Routers of experts. Classes of transformers: Qwen3MoeTopKRouter, JetMoeTopKGating and others.
 CLASS_NAMES = ("router", "topkgating")
 MODULE_NAMES = ("router", "gate")  # where the class has another name (Hunyuan)
@@ -22,7 +28,7 @@ MODULE_NAMES = ("router", "gate")  # where the class has another name (Hunyuan)
 STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
 
 
-def language_model_class(config: PreTrainedConfig) -> Any:
+def language_model_class(config: PreTrainedConfig) -> AutoClass:
     """The auto class that loads a language model: with its towers if its files have some.
 
     transformers also has classes that leave the towers out (Qwen3.5); exports would lack them.
@@ -36,7 +42,7 @@ def language_model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def empty_language_model(config: PreTrainedConfig) -> Any:
+def empty_language_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The language model of a config without memory: names and shapes of its weights alone."""
     with torch.device("meta"):
         return language_model_class(config).from_config(config)
@@ -48,7 +54,7 @@ def is_language_model(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
-def idle_parts(hf: Any) -> list[tuple[str, nn.Module]]:
+def idle_parts(hf: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The largest modules of `hf` that are neither its text model nor its head, by name.
 
     They see images or hear audio, so the text of a prompt never runs them.
@@ -56,7 +62,7 @@ def idle_parts(hf: Any) -> list[tuple[str, nn.Module]]:
     return list(_outside(hf, "", text_parts(hf)))
 
 
-def text_parts(hf: Any) -> set[nn.Module]:
+def text_parts(hf: PreTrainedModel) -> set[nn.Module]:
     """The text model of `hf` and its head, or all of a model without towers."""
     if hf.config.get_text_config() is hf.config:
         return {hf, *hf.children()}
@@ -64,7 +70,9 @@ def text_parts(hf: Any) -> set[nn.Module]:
     return {part for part in parts if part is not None}
 
 
-def _outside(module: nn.Module, prefix: str, text: set[Any]) -> Iterator[tuple[str, nn.Module]]:
+def _outside(
+    module: nn.Module, prefix: str, text: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         if child in text:
             continue

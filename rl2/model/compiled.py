@@ -1,8 +1,7 @@
 """Layers that torch.compile compiles whole, for any number of tokens; attention stays as it is."""
 
-from typing import Any
-
 import torch
+from transformers import PreTrainedModel
 
 from rl2.attention.kernels import leave_attention_uncompiled
 from rl2.model.attachment import Attachment, ModelSettings
@@ -19,7 +18,7 @@ class CompiledLayers(Attachment):
     inexact = "has compiled layers, which round in other places"
 
     @classmethod
-    def attach(cls, settings: ModelSettings, hf: Any) -> "CompiledLayers | None":
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "CompiledLayers | None":
         config = settings.config
         if not config.compile:
             return None

@@ -7,10 +7,10 @@ update crosses the border is its size in cells. So the copies move by the update
 """
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rl2.model.attachment import Attachment, ModelSettings
 
@@ -30,7 +30,7 @@ class Dither(Attachment):
     """
 
     @classmethod
-    def attach(cls, settings: ModelSettings, hf: Any) -> "Dither | None":
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Dither | None":
         is_whole = settings.trainable and not settings.freezes_base
         is_rounded = is_whole and settings.dtype == torch.bfloat16
         return cls() if is_rounded and settings.config.dither_weights else None

@@ -1,6 +1,6 @@
 """Which features models have: a file and a row each."""
 
-from typing import Any
+from transformers import PreTrainedModel
 
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.model.compiled import CompiledLayers
@@ -23,10 +23,14 @@ FEATURES: list[type[Attachment]] = [
 ]
 
 
-def attach_all(settings: ModelSettings, hf: Any) -> list[Attachment]:
+def attach_all(settings: ModelSettings, hf: PreTrainedModel) -> list[Attachment]:
     """Attaches to `hf`, which has no memory yet, what the settings ask for and what it needs.
 
     ValueError for a feature that the model cannot have.
     """
-    attached = [kind.attach(settings, hf) for kind in FEATURES]
-    return [part for part in attached if part is not None]
+    attached = []
+    for kind in FEATURES:
+        part = kind.attach(settings, hf)
+        if part is not None:
+            attached.append(part)
+    return attached

@@ -6,7 +6,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import (
     constants,
@@ -104,7 +103,7 @@ def max_positions(name: str) -> int:
     Some scalings of rotary positions begin at a length: they would scale all sequences of a pack by
     the longest one. No sequence may reach that length.
     """
-    text: Any = AutoConfig.from_pretrained(name).get_text_config()
+    text = AutoConfig.from_pretrained(name).get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:  # of all layers, or of each kind of layer

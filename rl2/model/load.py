@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -24,7 +24,7 @@ from rl2.attention.ring import Ring, keep_attention
 from rl2.config.conditions import Exactness
 from rl2.model.admission import admit
 from rl2.model.attachment import Attachment, ModelSettings
-from rl2.model.classes import idle_parts, language_model_class
+from rl2.model.classes import AutoClass, idle_parts, language_model_class
 from rl2.model.features import attach_all
 from rl2.model.token_model import TokenModel
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
@@ -41,8 +41,8 @@ class HuggingFaceFiles:
         admit(name, config, critic)
 
     def read(
-        self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
-    ) -> tuple[Any, set[str]]:
+        self, model_class: AutoClass, name: str, config: PreTrainedConfig, dtype: torch.dtype
+    ) -> tuple[PreTrainedModel, set[str]]:
         """Returns the model in host memory, and the names of a critic's new weights.
 
         ValueError if the weights are not those of the model.
@@ -111,19 +111,17 @@ def load_model(
         idle=[part for _, part in idle_parts(hf)],
     )
     fsdp.scatter(model, full, mesh, [part.change for part in attachments])
-    for part in attachments:
-        part.after_shard(model)
     return model
 
 
-def _build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def _build(model_class: AutoClass, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The Hugging Face model without memory, with the attention of rl2."""
     with init_empty_weights(include_buffers=False):
         plain = without_quantization(config)
         return model_class.from_config(plain, attn_implementation="rl2", dtype=dtype)
 
 
-def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, Any]:
+def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, AutoClass]:
     """(the config of the model `name`, the class that loads it; a critic has one label)."""
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
@@ -140,7 +138,7 @@ def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: 
 
 
 def _read_whole(
-    read: Callable[[], Any], attachments: Iterable[Attachment]
+    read: Callable[[], tuple[PreTrainedModel, set[str]]], attachments: Iterable[Attachment]
 ) -> dict[str, Tensor] | None:
     """The whole weights on rank 0, which `read` reads; None on the others.
 

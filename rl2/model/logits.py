@@ -6,10 +6,10 @@ all pairs.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from rl2.attention.pages import exact_factors
 from rl2.parallel.device import device_kind
@@ -60,7 +60,10 @@ class LogitSettings:
 
     @classmethod
     def of(
-        cls, config: Any, temperature: float = 1.0, candidates: CandidateMask | None = None
+        cls,
+        config: PreTrainedConfig,
+        temperature: float = 1.0,
+        candidates: CandidateMask | None = None,
     ) -> "LogitSettings":
         """Those of a model: Granite divides by a number, Cohere multiplies, and Gemma 2 has a cap
         of its divided logits.

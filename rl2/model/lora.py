@@ -11,7 +11,6 @@ same names.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,10 @@ class Adapters(Attachment):
 
     def __init__(self, config: WorkerConfig, hf: PreTrainedModel):
         self.config = config
-        self.quantized = {f"{layer}.weight" for layer in nf4.nf4_layers(hf)}
+        self.quantized: dict[str, nf4.Nf4Linear] = {}  # by the name of the weight
+        for name, layer in hf.named_modules():
+            if isinstance(layer, nf4.Nf4Linear):
+                self.quantized[f"{name}.weight"] = layer
 
     @classmethod
     def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Adapters | None":
@@ -53,7 +55,10 @@ class Adapters(Attachment):
             return None
         with init_empty_weights(include_buffers=False):
             inject(hf, settings.config)
-            _quantize_base(hf, settings.config)
+            if settings.config.quantize_base:
+                # Layers of routers stay: their rounding would change the choice of experts.
+                names, _ = _linear_layers(hf, with_routers=False)
+                nf4.replace_linears(hf, [f"{hf.base_model_prefix}.{name}" for name in names])
         return cls(settings.config, hf)
 
     def after_read(self, hf: PreTrainedModel) -> None:
@@ -68,15 +73,12 @@ class Adapters(Attachment):
     def change(self, name: str, weight: Tensor) -> Tensor:
         return nf4.quantize(weight) if name in self.quantized else weight
 
-    def after_shard(self, model: Any) -> None:
-        model.iter_weights = partial(merged, model.hf)
-
     @contextmanager
-    def at_start(self, model: Any) -> Iterator[None]:
+    def at_start(self, hf: PreTrainedModel) -> Iterator[None]:
         """The adapters count nothing."""
         # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in
         # the first forward pass which parameters are trained.
-        scalings = [layer.scaling for layer in _adapted_layers(model.hf).values()]
+        scalings = [layer.scaling for layer in _adapted_layers(hf).values()]
         trained = [scaling[ADAPTER] for scaling in scalings]
         for scaling in scalings:
             scaling[ADAPTER] = 0.0
@@ -86,11 +88,28 @@ class Adapters(Attachment):
             for scaling, value in zip(scalings, trained, strict=True):
                 scaling[ADAPTER] = value
 
-    def save(self, model: Any, folder: str, read: Read) -> None:
+    def iter_exported(self, hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
+        """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
+
+        What is stored in 4 bits is dequantised. One at a time is read, with its adapter.
+        """
+        layers = _adapted_layers(hf)
+
+        def read_merged(name: str, parameter: nn.Parameter) -> DTensor:
+            weight = read(parameter)
+            if name in self.quantized:
+                weight = self.quantized[name].dequantized(weight)
+            layer = layers.get(name.removesuffix(f"{BASE}weight"))
+            return weight if layer is None else _merge(weight, layer, read)
+
+        for name, parameter in track(list(hf.named_parameters()), "weights"):
+            if not is_adapter(name):
+                yield name.replace(BASE, "."), read_merged(name, parameter)
+
+    def save(self, hf: PreTrainedModel, folder: str, read: Read) -> None:
         """Writes what is trained as FOLDER/adapter for `peft.PeftModel.from_pretrained(model,
         FOLDER/adapter)`, where `model` is loaded from the name of the base.
         """
-        hf = model.hf
         full = {}
         for name, parameter in hf.named_parameters():
             if parameter.requires_grad:
@@ -117,9 +136,29 @@ def inject(hf: PreTrainedModel, config: WorkerConfig) -> None:
     What is trained becomes fp32; what is frozen stays in its dtype. ValueError for a target that
     names no layer.
     """
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
-    inject_adapter_in_model(_make_config(hf, config), hf.base_model)
+    linear_names, excluded_names = _linear_layers(hf, not config.freeze_router)
+    kinds = sorted({_kind(name) for name in linear_names})
+    if not kinds:
+        raise ValueError(
+            f"lora_rank={config.lora_rank}: {type(hf).__name__} has no linear layer "
+            "(torch.nn.Linear) that can have an adapter; set lora_rank=0, or choose another model"
+        )
+    for target in config.lora_targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear_names):
+            raise ValueError(
+                f"lora_targets: no layer that can have an adapter is called {target}; there are "
+                f"{', '.join(kinds)}"
+            )
+    alpha: Any = config.lora_alpha  # peft takes a float, though its type says int
+    adapters = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=alpha,
+        target_modules=config.lora_targets or kinds,
+        exclude_modules=excluded_names or None,
+    )
+    inject_adapter_in_model(adapters, hf.base_model)
     for name, parameter in hf.named_parameters():
         is_trained = is_adapter(name) or name.startswith("score.")
         parameter.requires_grad_(is_trained)
@@ -139,26 +178,6 @@ def inject_for_engine(hf: PreTrainedModel, config: WorkerConfig, dtype: torch.dt
     for name, parameter in hf.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
-
-
-def _make_config(hf: PreTrainedModel, config: WorkerConfig) -> Any:
-    from peft import LoraConfig
-
-    linear_names, excluded_names = _linear_layers(hf, not config.freeze_router)
-    kinds = sorted({_kind(name) for name in linear_names})
-    if not kinds:
-        raise ValueError(
-            f"lora_rank={config.lora_rank}: {type(hf).__name__} has no linear layer "
-            "(torch.nn.Linear) that can have an adapter; set lora_rank=0, or choose another model"
-        )
-    _check_targets(config.lora_targets, linear_names, kinds)
-    alpha: Any = config.lora_alpha  # peft takes a float, though its type says int
-    return LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=alpha,
-        target_modules=config.lora_targets or kinds,
-        exclude_modules=excluded_names or None,
-    )
 
 
 def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], list[str]]:
@@ -188,18 +207,6 @@ def _kind(name: str) -> str:
     return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
-def _quantize_base(hf: PreTrainedModel, config: WorkerConfig) -> None:
-    """Makes the linear layers that can have an adapter layers of 4 bits if the config says so.
-
-    Layers of routers stay: their rounding would change the choice of experts. `inject` comes first.
-    ValueError as of `nf4.replace_linears`.
-    """
-    if config.quantize_base:
-        body = f"{hf.base_model_prefix}."
-        names, _ = _linear_layers(hf, with_routers=False)
-        nf4.replace_linears(hf, [body + name for name in names])
-
-
 def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
     """The kinds of linear layers that get no adapter, since peft could not read it, or it would do
     nothing.
@@ -221,46 +228,13 @@ def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
     return unfit
 
 
-def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear_names):
-            raise ValueError(
-                f"lora_targets: no layer that can have an adapter is called {target}; there are "
-                f"{', '.join(kinds)}"
-            )
-
-
 def _adapted_layers(hf) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
 
 
-def merged(hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
-    """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
-
-    What is stored in 4 bits is dequantised. `read` gives a parameter on the device, see
-    WeightMemory. One at a time is read, with its adapter.
-    """
-    layers = _adapted_layers(hf)
-    quantized = {layer.weight: layer for layer in nf4.nf4_layers(hf).values()}
-
-    def read_weight(parameter: nn.Parameter) -> DTensor:
-        layer = quantized.get(parameter)
-        return read(parameter) if layer is None else layer.dequantized(read(parameter))
-
-    for name, parameter in track(list(hf.named_parameters()), "weights"):
-        if is_adapter(name):
-            continue
-        hf_name = name.replace(BASE, ".")
-        layer = layers.get(name.removesuffix(f"{BASE}weight"))
-        if layer is None:
-            yield hf_name, read_weight(parameter)
-        else:
-            yield hf_name, _merge(parameter, layer, read_weight)
-
-
-def _merge(parameter: nn.Parameter, layer: Any, read: Read) -> DTensor:
-    """W + scale B A of an adapted layer, in fp32.
+def _merge(weight: DTensor, layer: Any, read: Read) -> DTensor:
+    """W + scale B A of an adapted layer, in fp32. `read` gives A and B on the device.
 
     W and B are cut by the same rows, and tensor parallelism may cut W and A by the same columns. So
     each process merges its own part.
@@ -270,8 +244,8 @@ def _merge(parameter: nn.Parameter, layer: Any, read: Read) -> DTensor:
     a = shard.redistribute(placements=whole_rows).to_local()  # [rank, local columns]
     b = read(layer.lora_B[ADAPTER].weight).to_local()  # [local rows, rank]
     delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, local columns]
-    merged_weight: Any = read(parameter).to(torch.float32, copy=True)
-    rows = merged_weight.to_local()
+    merged: Any = weight.to(torch.float32, copy=True)
+    rows = merged.to_local()
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
     rows.copy_(torch.where(delta == 0, rows, rows + delta))
-    return merged_weight
+    return merged

@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,7 @@ def find_logit_routers(hf: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
     These are what transformers records as `router_logits`.
     """
-    recorders: Any = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits", [])
+    recorders = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits", [])
     for recorder in recorders if isinstance(recorders, list) else [recorders]:
         for name, module in hf.named_modules():
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
@@ -112,8 +111,8 @@ class Routing(Attachment):
         return torch.stack(chosen, 1).to("cpu", CHOICE_DTYPE)
 
     def _route(
-        self, index: int, forward: Callable[..., Any], *args: object, **kwargs: object
-    ) -> Any:
+        self, index: int, forward: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         """The forward pass of router `index`.
 
         Some choose groups of experts first (DeepSeek-V3), so the first pass of a router runs twice,
@@ -148,7 +147,7 @@ class _TopK(TorchFunctionMode):
         self.calls = 0
         self.chosen: Tensor | None = None  # [L, K]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
         self.calls += 1
@@ -187,7 +186,7 @@ def _choose_coefficient(config: WorkerConfig, model_config: PreTrainedConfig) ->
     """
     if config.router_aux_loss_coef is not None:
         return config.router_aux_loss_coef
-    text: Any = model_config.get_text_config()
+    text = model_config.get_text_config()
     if config.freeze_router or not getattr(text, "output_router_logits", False):
         return 0.0
     return getattr(text, "router_aux_loss_coef", DEFAULT_COEFFICIENT)
@@ -210,7 +209,7 @@ class LoadBalance(Attachment):
         self.name = name
         self.coefficient = coefficient
         self.trained: Tensor | None = None  # [L] how often each token is trained
-        text: Any = hf.config.get_text_config()
+        text = hf.config.get_text_config()
         self.num_choices: int = getattr(hf, "num_experts_per_tok", 0) or text.num_experts_per_tok
         self._counts: Tensor | None = None  # [2, E], sums over tokens: choices and probabilities
         self._is_counting = False
@@ -266,17 +265,19 @@ class LoadBalance(Attachment):
         finally:
             self._slope = None
 
-    def _after_router(self, index: int, router: nn.Module, inputs: Any, output: Any) -> Any:
+    def _after_router(
+        self, index: int, router: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...] | None:
         """The forward hook of a router, whose logits [.., E] are the output `index`."""
-        adds = self._slope is not None and torch.is_grad_enabled()
-        if not (self._is_counting or adds):
+        slope = self._slope if torch.is_grad_enabled() else None
+        if slope is None and not self._is_counting:
             return None
         assert self.trained is not None
         outputs = list(output) if isinstance(output, tuple) else [output]
         logits = outputs[index].flatten(0, -2)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         summed = self.trained @ probabilities
-        if self._is_counting:
+        if slope is None:
             chosen = probabilities.topk(self.num_choices).indices
             choices = self.trained @ torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
             counts = torch.stack([choices, summed])
@@ -288,7 +289,7 @@ class LoadBalance(Attachment):
             if i != index and value.is_floating_point():
                 place = i
                 break
-        outputs[place] = _WithLoss.apply(outputs[place], summed @ self._slope)
+        outputs[place] = _WithLoss.apply(outputs[place], summed @ slope)
         return tuple(outputs) if isinstance(output, tuple) else outputs[0]
 
 
@@ -296,10 +297,9 @@ class _WithLoss(torch.autograd.Function):
     """Gives `x`. Its backward pass is also that of `loss`, a scalar in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx, x, loss):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        [gradient] = gradients
+    def backward(ctx, gradient):
         return gradient, gradient.new_ones((), dtype=torch.float32)

@@ -12,7 +12,6 @@ Shapes: [out, in] of a weight, [out, 9 in / 16] of its bytes.
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,31 +46,29 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     shape = (num_rows, num_bytes * 16 // 9)
     if num_rows == 0:  # of a process without a part of the weight
         return rows.new_empty(shape, dtype=dtype)
-    codes, scales = (part.contiguous() for part in rows.split([shape[1] // 2, shape[1] // 16], 1))
+    codes, scales = rows.split([shape[1] // 2, shape[1] // 16], 1)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     state = QuantState(
-        absmax=scales.view(torch.float32).view(-1),
+        absmax=scales.contiguous().view(torch.float32).view(-1),
         shape=shape,
         dtype=dtype,
         blocksize=BLOCK,
         quant_type="nf4",
     )
-    weight: Tensor = dequantize_4bit(codes.view(-1), state)
-    return weight
+    return dequantize_4bit(codes.contiguous().view(-1), state)
 
 
 class _FrozenLinear(torch.autograd.Function):
     """x W^T + bias, which keeps the bytes of W for the backward pass and not W itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x, rows, bias):
         ctx.save_for_backward(rows)
         return F.linear(x, dequantize(rows, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        [gradient] = gradients
+    def backward(ctx, gradient):
         [rows] = ctx.saved_tensors
         return gradient @ dequantize(rows, gradient.dtype), None, None
 
@@ -96,8 +93,7 @@ class Nf4Linear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _FrozenLinear.apply(x, self.weight, self.bias)
-        return y
+        return _FrozenLinear.apply(x, self.weight, self.bias)
 
     def dequantized(self, rows: DTensor) -> DTensor:
         """The weight, in the dtype of the computation and cut as its bytes `rows` are."""
@@ -119,7 +115,8 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
                 "in 4 bits; leave the key out"
             )
     for name in names:
-        layer: Any = hf.get_submodule(name)
+        layer = hf.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         label = name.removesuffix(".base_layer")
         if layer.in_features % BLOCK:
             raise ValueError(
@@ -127,8 +124,3 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
                 f"of {BLOCK} do not divide; leave the key out"
             )
         hf.set_submodule(name, Nf4Linear(layer))
-
-
-def nf4_layers(hf: nn.Module) -> dict[str, Nf4Linear]:
-    """The layers that are stored in 4 bits, by name."""
-    return {name: part for name, part in hf.named_modules() if isinstance(part, Nf4Linear)}

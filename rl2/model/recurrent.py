@@ -9,7 +9,7 @@ Shapes: L packed tokens, n rows, W tokens of a row, E hidden size, S slots.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ MASKS = ("attention_mask", "conv_mask")
 MAX_LENGTH_RATIO = 2
 
 Inputs = dict[str, Tensor]  # hidden states and the like, [n, W, ...] each
-Compute = Callable[[Inputs, Any], Any]  # (inputs, cache or None) -> outputs [n, W, ...]
+Outputs = Tensor | tuple[Tensor, ...]  # [n, W, ...] each
+Compute = Callable[[Inputs, object], Outputs]  # (inputs, cache or None) -> outputs
 
 
 class RecurrentLayers(Attachment):
@@ -47,13 +48,11 @@ class RecurrentLayers(Attachment):
 
     def __init__(self, hf: nn.Module):
         self.modules = [module for module in hf.modules() if is_recurrent(module)]
-        self.run: Callable[[Compute, Inputs], Any] | None = None
+        self.run: Callable[[Compute, Inputs], Outputs] | None = None
         for module in self.modules:
             signature = inspect.signature(module.forward)
             [cache_name] = [name for name in CACHES if name in signature.parameters]
-            module.__dict__["forward"] = partial(
-                self._forward, module.forward, signature, cache_name
-            )
+            module.forward = partial(self._forward, module.forward, signature, cache_name)
 
     @classmethod
     def attach(cls, settings: ModelSettings, hf: nn.Module) -> "RecurrentLayers | None":
@@ -75,12 +74,12 @@ class RecurrentLayers(Attachment):
 
     def _forward(
         self,
-        forward: Any,
+        forward: Callable[..., Outputs],
         signature: inspect.Signature,
         cache_name: str,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
+        *args: object,
+        **options: object,
+    ) -> Outputs:
         """Masks and further options of the model's forward are dropped: rows have no padding in
         front, and none of other documents.
         """
@@ -90,7 +89,7 @@ class RecurrentLayers(Attachment):
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in MASKS:
                 inputs[name] = value
-        return self.run(lambda rows, cache: forward(**rows, **{cache_name: cache}), inputs)
+        return self.run(lambda rows, cache: forward(**rows | {cache_name: cache}), inputs)
 
 
 class PackedRows:
@@ -121,7 +120,7 @@ class PackedRows:
                 num_outputs += width
         self.output_places = copy_to_device(output_places, layout.device)
 
-    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+    def __call__(self, compute: Compute, inputs: Inputs) -> Outputs:
         """inputs [1, L, ...] -> outputs [1, L, ...]."""
         outputs = []
         for call in self.calls:
@@ -129,7 +128,7 @@ class PackedRows:
             outputs.append(compute(rows, None))
         return join_outputs(outputs, self._gather)
 
-    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+    def _gather(self, parts: list[Tensor]) -> Tensor:
         """Outputs [n, W, ...] of each call -> outputs [1, L, ...]."""
         return torch.cat([part.flatten(0, 1) for part in parts])[None, self.output_places]
 
@@ -152,8 +151,8 @@ def _pad_with_last(places: Tensor, width: int) -> Tensor:
     return places[torch.arange(width).clamp(max=len(places) - 1)]
 
 
-def join_outputs(outputs: list[Any], join: Callable[[Any], Tensor]) -> Any:
+def join_outputs(outputs: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Outputs:
     """Joins what several calls of a layer returned: tensors, or tuples of tensors one by one."""
     if isinstance(outputs[0], tuple):
-        return tuple(join(parts) for parts in zip(*outputs, strict=True))
+        return tuple(join(list(parts)) for parts in zip(*outputs, strict=True))
     return join(outputs)

@@ -7,11 +7,12 @@ architecture.
 
 import re
 from copy import deepcopy
-from typing import Any
 
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedConfig
+
+from rl2.model.classes import AutoClass
 
 VOCABULARY = 96
 FIRST_PLAIN_TOKEN = 32  # smaller ids are those of special tokens
@@ -46,14 +47,14 @@ TOWER_WIDTH = re.compile(r"^intermediate_size$|ffn_dim$")
 LAYER_NUMBER = re.compile(r"layer_?(idx|index|id|number|num|i)$|^(idx|index)$")
 
 
-def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+def shrink(model_class: AutoClass, config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small copy of the config of a text model.
 
     It has the first layers, up to the last one that is of a new kind. `model_class` is the auto
     class that makes the model. ValueError for a config without attention heads.
     """
     small = deepcopy(config)
-    text: Any = small.get_text_config()
+    text = small.get_text_config()
     _shrink_sizes(text)
     _shrink_towers(small, text)
     num_layers = _count_layers_of_all_kinds(model_class, small)
@@ -64,7 +65,7 @@ def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _shrink_sizes(text: Any) -> None:
+def _shrink_sizes(text: PreTrainedConfig) -> None:
     """Fewer heads of the same size, and all else narrower."""
     for key in ("hidden_size", "num_attention_heads"):
         if not getattr(text, key, None):
@@ -93,7 +94,7 @@ def _shrink_sizes(text: Any) -> None:
         text.num_key_value_heads = few_key_heads
 
 
-def _shrink_recurrent_heads(text: Any, width: int, narrow: int) -> None:
+def _shrink_recurrent_heads(text: PreTrainedConfig, width: int, narrow: int) -> None:
     """Fewer heads of state spaces and gated delta rules."""
     for few, many in RECURRENT_HEADS:
         if hasattr(text, few) and hasattr(text, many):
@@ -106,7 +107,7 @@ def _shrink_recurrent_heads(text: Any, width: int, narrow: int) -> None:
             setattr(text, key, getattr(text, key) * narrow // width)
 
 
-def _shrink_towers(config: Any, text: Any) -> None:
+def _shrink_towers(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     """One layer with a narrow MLP in each part that is not the text model: it only has to exist."""
     for key in config.sub_configs:
         tower = getattr(config, key, None)
@@ -130,13 +131,13 @@ def _shrink_size(key: str, value: int, width: int, narrow: int, num_experts: int
     return value
 
 
-def _special_token(value: object) -> Any:
+def _special_token(value: object) -> object:
     if isinstance(value, list):
         return [_special_token(entry) for entry in value]
     return value % FIRST_PLAIN_TOKEN if isinstance(value, int) and value >= 0 else value
 
 
-def _count_layers_of_all_kinds(model_class: Any, config: PreTrainedConfig) -> int:
+def _count_layers_of_all_kinds(model_class: AutoClass, config: PreTrainedConfig) -> int:
     """Returns how many layers from the first one on have every kind of layer of the model."""
     with init_empty_weights():
         hf = model_class.from_config(config)
@@ -151,7 +152,7 @@ def _count_layers_of_all_kinds(model_class: Any, config: PreTrainedConfig) -> in
 
 def _kind(layer: nn.Module) -> str:
     """Returns the classes and plain attributes of a layer and its modules, without its number."""
-    parts: list[Any] = []
+    parts: list[object] = []
     for name, module in layer.named_modules():
         parts += [name, type(module).__name__]
         for key, value in vars(module).items():

@@ -5,8 +5,6 @@ Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequence
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,9 +49,7 @@ class TokenModel(nn.Module):
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced. `attachments` are those of `hf`. `iter_weights(read)` gives every
-    parameter of the model that is exported by its Hugging Face name, sharded; `read` gives one on
-    the device.
+    whose head cannot be replaced. `attachments` are those of `hf`.
     """
 
     def __init__(
@@ -70,13 +66,11 @@ class TokenModel(nn.Module):
                 f"{type(hf).__name__} of transformers has no body apart from its head, whose place "
                 "rl2's own head would take"
             )
-        self.hf: Any = hf
+        self.hf = hf
         self.ring = ring
         self.tp = tp
         self.attachments = attachments
         self.repeats_prompts = any(part.repeats_prompts for part in attachments)
-        self.iter_weights: Callable[[Read], Iterator[tuple[str, DTensor]]]
-        self.iter_weights = partial(own_weights, hf)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         is_whole = ring.size == 1 and tp is None
@@ -107,7 +101,7 @@ class TokenModel(nn.Module):
         """
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
-            values = self._hidden(pack).float() @ self.hf.score.weight[0].float()
+            values = self._hidden(pack).float() @ self.hf.get_parameter("score.weight")[0].float()
             return TokenScores(values=values)
         head = self._head_inputs(pack, temperature)
         logps, entropy = head_scores(
@@ -148,11 +142,23 @@ class TokenModel(nn.Module):
             pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
         )
         missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
-        tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
+        tokens = F.pad(pack.tokens, (0, missing))
+        positions = F.pad(pack.positions, (0, missing))
         for part in self.attachments:
             part.before_forward(pack, attend.layout, tokens.shape[1])
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
+
+    def iter_weights(self, read: Read) -> Iterator[tuple[str, DTensor]]:
+        """Every parameter of the model that is exported by its Hugging Face name, sharded.
+
+        `read` gives one on the device.
+        """
+        for part in self.attachments:
+            weights = part.iter_exported(self.hf, read)
+            if weights is not None:
+                return weights
+        return own_weights(self.hf, read)
 
 
 def own_weights(

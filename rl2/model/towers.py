@@ -5,8 +5,8 @@ to the engine and into the exported folder, which the original class loads.
 """
 
 import shutil
-from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from rl2.model.attachment import Attachment, ModelSettings, Read
@@ -25,7 +25,7 @@ class Towers(Attachment):
     """Freezes all of a model but its text part, and keeps the towers in the computation's dtype."""
 
     @classmethod
-    def attach(cls, settings: ModelSettings, hf: Any) -> "Towers | None":
+    def attach(cls, settings: ModelSettings, hf: PreTrainedModel) -> "Towers | None":
         towers = idle_parts(hf)
         if not towers:
             return None
@@ -37,11 +37,11 @@ class Towers(Attachment):
             tower.to(settings.dtype)
         return cls()
 
-    def save(self, model: Any, folder: str, read: Read) -> None:
+    def save(self, hf: PreTrainedModel, folder: str, read: Read) -> None:
         """Copies the files of the model's processor of images or audio."""
         for file in PROCESSOR_FILES if is_first_rank() else ():
             path = cached_file(
-                model.hf.config.name_or_path,
+                str(hf.config.name_or_path),
                 file,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from rl2.model.classes import empty_language_model, language_model_class
+from rl2.model.classes import AutoClass, empty_language_model, language_model_class
 
 INDEX = "model.safetensors.index.json"
 # Ways of quantization that transformers can undo while it loads, without another package.
@@ -56,11 +56,17 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_weights(
-    model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype, **options: Any
-) -> tuple[Any, set[str]]:
+    model_class: AutoClass,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    device_map: str | None = None,
+) -> tuple[PreTrainedModel, set[str]]:
     """Returns the model in host memory, dequantized, and the names of a critic's new weights.
 
-    `options` are of from_pretrained. ValueError if the weights are not those of the model.
+    The last two arguments are those of from_pretrained. ValueError if the weights are not those of
+    the model.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -68,13 +74,14 @@ def read_weights(
         config.quantization_config = quantization | {"dequantize": True}
     with _captured_log() as log:
         try:
-            hf, report = model_class.from_pretrained(
+            loaded: Any = model_class.from_pretrained(
                 name,
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # the report has them
-                **options,
+                attn_implementation=attn_implementation,
+                device_map=device_map,
             )
         except RuntimeError as error:
             text = "\n".join(record.getMessage() for record in log)
@@ -83,6 +90,7 @@ def read_weights(
                 raise
             reason = "are not whole in the files, or have parts of different shapes"
             raise _unusable(name, f"{_some(broken)} {reason}") from error
+    hf, report = loaded
     is_critic = hf.get_output_embeddings() is None
     new = {"score.weight"} & report["missing_keys"] if is_critic else set()
     missing = report["missing_keys"] - new
@@ -124,7 +132,7 @@ def check_weight_files(name: str) -> None:
         read_weights(language_model_class(config), name, config, torch.float32, device_map="meta")
 
 
-def ignored_weights(hf: Any, names: Iterable[str]) -> set[str]:
+def ignored_weights(hf: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Returns which weights of the files the class of `hf` leaves out on purpose.
 
     These are what transformers ignores, and the layers that predict several tokens ahead.
@@ -137,7 +145,7 @@ def ignored_weights(hf: Any, names: Iterable[str]) -> set[str]:
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
-def lost_weights(name: str, hf: Any) -> str | None:
+def lost_weights(name: str, hf: PreTrainedModel) -> str | None:
     """Names the weights of the files that are ignored, so that an export lacks them."""
     names: Iterable[str] = []
     index = cached_file(name, INDEX, _raise_exceptions_for_missing_entries=False)
