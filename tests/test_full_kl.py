@@ -21,8 +21,8 @@ from parity import (
 from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
-from rl2.model.head import HeadInputs, full_kl
-from rl2.model.logits import CandidateMask, LogitSettings
+from rl2.model.head import full_kl
+from rl2.model.logits import CandidateMask, HeadInputs, LogitSettings
 from rl2.model.token_model import TokenScores
 from rl2.worker import Worker
 

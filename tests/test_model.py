@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
-from rl2.model.head import HeadInputs, head_scores
-from rl2.model.logits import CandidateMask, LogitSettings
+from rl2.model.head import head_scores
+from rl2.model.logits import CandidateMask, HeadInputs, LogitSettings
 
 
 def draw_candidates(targets, vocabulary):

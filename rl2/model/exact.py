@@ -18,7 +18,7 @@ from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.batch import Batch, Pack
 from rl2.config.conditions import Exactness
 from rl2.error_report import Diverged
-from rl2.model.logits import LogitSettings, capped
+from rl2.model.logits import HeadInputs, capped
 from rl2.rounding import ceil_div
 
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
@@ -63,26 +63,24 @@ class BlockSoftmax:
 
 
 def exact_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: HeadInputs,
     targets: Tensor,
-    settings: LogitSettings,
     *,
     with_entropy: bool,
     keeps_logits: bool,
     logits_per_slice: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """hidden [P, E], weight [V, E], targets [P] -> log-probabilities, log-sum-exps, entropies [P]
-    and the logits [P, V] before the cap. The last two are None unless they are asked for.
+    """targets [P] -> log-probabilities, log-sum-exps, entropies [P] and the products [P, V] of the
+    head. The last two are None unless they are asked for.
 
     Rows are computed a slice at a time, of about `logits_per_slice` logits. The head is converted
     to float32 as a whole, as in the engine.
     """
-    missing = max(0, MIN_ROWS - len(hidden))
-    factors = hidden.dtype
-    hidden = F.pad(hidden.float(), (0, 0, 0, missing))
-    weight = weight.float()
+    missing = max(0, MIN_ROWS - len(head.hidden))
+    factors = head.hidden.dtype
+    hidden = F.pad(head.hidden.float(), (0, 0, 0, missing))
+    weight = head.weight.float()
+    settings = head.settings
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, logits_per_slice // len(weight))
     num_slices = ceil_div(len(hidden), most_rows)
@@ -98,8 +96,8 @@ def exact_scores(
     for some_hidden, some_targets, some_kept in rows:
         with exact_factors(factors):
             logits = torch.mm(some_hidden, weight.T, out=some_kept)
-        if bias is not None:
-            logits.add_(bias)
+        if head.bias is not None:
+            logits.add_(head.bias)
         if settings.cap is not None:
             logits = capped(logits, settings.cap)
         if settings.candidates is not None:

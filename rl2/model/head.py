@@ -5,14 +5,13 @@ Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl2.model.exact import exact_scores
-from rl2.model.logits import LogitSettings, cap_slope, head_products
+from rl2.model.logits import HeadInputs, LogitSettings, cap_slope
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
@@ -22,16 +21,6 @@ LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
 # So many logits are held from the forward to the backward pass on a CPU, 512 MiB in fp32. Their
 # product is the slowest one of an update.
 MOST_KEPT_LOGITS = 2**27
-
-
-@dataclass(frozen=True)
-class HeadInputs:
-    """What the head of a model multiplies, and what becomes of the products."""
-
-    hidden: Tensor  # [P, E]
-    weight: Tensor  # [V, E], or this process's part of V
-    settings: LogitSettings = LogitSettings()
-    bias: Tensor | None = None  # [V], or this process's part
 
 
 def head_scores(
@@ -53,14 +42,8 @@ def head_scores(
     of the vocabulary; the parts are in order of rank. With `exact` the log-probabilities have the
     bits of the embedded engine's.
     """
-    keeps_logits = (
-        torch.is_grad_enabled()
-        and head.hidden.requires_grad
-        and device_kind(head.hidden.device) == "cpu"
-        and len(head.hidden) * len(head.weight) <= MOST_KEPT_LOGITS
-    )
-    columns = (head.hidden, head.weight, head.bias, targets)
-    return _Head.apply(*columns, head.settings, with_entropy, keeps_logits, exact, group)
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    return _Head.apply(hidden, weight, bias, targets, head.settings, with_entropy, exact, group)
 
 
 class _Head(torch.autograd.Function):
@@ -74,39 +57,40 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, targets, settings, with_entropy, keeps_logits, exact, group
-    ):
+    def forward(ctx, hidden, weight, bias, targets, settings, with_entropy, exact, group):
         ctx.settings = settings
         ctx.group = group
         if group:  # targets become columns of our part; they may lie outside it
             targets = targets - len(weight) * dist.get_rank(group)
-        columns = (hidden, weight, bias, targets)
+        head = HeadInputs(hidden, weight, settings, bias)
+        keeps_logits = (
+            ctx.needs_input_grad[0]
+            and device_kind(hidden.device) == "cpu"
+            and len(hidden) * len(weight) <= MOST_KEPT_LOGITS
+        )
         if exact:
             logps, lse, entropy, kept = exact_scores(
-                *columns,
-                settings,
+                head,
+                targets,
                 with_entropy=with_entropy,
                 keeps_logits=keeps_logits,
                 logits_per_slice=LOGITS_PER_CHUNK["cpu"],
             )
         else:
             logps, lse, entropy, kept = _scores_by_chunks(
-                *columns, settings, with_entropy, keeps_logits, group
+                head, targets, with_entropy, keeps_logits, group
             )
-        ctx.save_for_backward(*columns, lse, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, kept)
         return logps, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, bias, targets, lse, entropy, kept = ctx.saved_tensors
-        settings = ctx.settings
+        settings: LogitSettings = ctx.settings
+        head = HeadInputs(hidden, weight, settings, bias)
 
         def gradient_of(columns: slice) -> Tensor:
-            if kept is None:
-                products = head_products(hidden, weight, bias, columns)
-            else:
-                products = kept[: len(hidden), columns]
+            products = head.products(columns) if kept is None else kept[: len(hidden), columns]
             logits = settings.finish(products, columns)
             slope = None
             if settings.cap is not None:
@@ -127,18 +111,21 @@ class _Head(torch.autograd.Function):
             # The gradients end in the type of the weights, so their products need no more.
             return d_logits.to(hidden.dtype)
 
-        gradients = _gradients_by_chunks(ctx, hidden, weight, bias, gradient_of)
-        return *gradients, None, None, None, None, None, None
+        d_hidden, d_weight, d_bias = _gradients_by_chunks(ctx, head, gradient_of)
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _gradients_by_chunks(
-    ctx, hidden, weight, bias, gradient_of: Callable[[slice], Tensor]
+    ctx, head: HeadInputs, gradient_of: Callable[[slice], Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the first three inputs, from those of the products [P, columns]."""
+    """The gradients of hidden states, weight and bias, from those of the products [P, columns]."""
+    hidden, weight = head.hidden, head.weight
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
     d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
-    d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-    for columns in chunks(hidden, weight):
+    d_bias = None
+    if head.bias is not None and ctx.needs_input_grad[2]:
+        d_bias = torch.empty_like(head.bias)
+    for columns in _chunks(head):
         d_logits = gradient_of(columns)
         d_hidden += d_logits @ weight[columns]
         if d_weight is not None:
@@ -151,49 +138,61 @@ def _gradients_by_chunks(
 
 
 def _scores_by_chunks(
-    hidden, weight, bias, targets, settings: LogitSettings, with_entropy, keeps_logits, group
+    head: HeadInputs,
+    targets: Tensor,
+    with_entropy: bool,
+    keeps_logits: bool,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(log-probabilities, log-sum-exps, entropies or None) [P] and the logits [P, V] or None.
+    """(log-probabilities, log-sum-exps, entropies or None) [P] and the products [P, V] or None.
 
-    `targets` are columns of `weight`, which may lie outside it.
+    `targets` are columns of the weight, which may lie outside it.
     """
-    kept = None
-    if keeps_logits:
-        kept = torch.empty(len(hidden), len(weight))
-    target_logit = total = torch.zeros(len(hidden), device=hidden.device)
-    weighted = torch.zeros_like(total)
-    top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
-    for columns in chunks(hidden, weight):
-        products = head_products(hidden, weight, bias, columns)
+    kept = torch.empty(len(head.hidden), len(head.weight)) if keeps_logits else None
+    sums = _SoftmaxSums(head.hidden)
+    target_logit = sums.total
+    for columns in _chunks(head):
+        products = head.products(columns)
         if kept is not None:
             kept[:, columns] = products
-        logits = settings.finish(products, columns)
+        logits = head.settings.finish(products, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-        values = logits if with_entropy else None
-        top, total, weighted = _add_chunk(logits, top, total, weighted, values)
-    lse = total.log() + top
-    mean = weighted / total  # sum p z, the mean logit; 0 without the entropy
+        sums.add(logits, logits if with_entropy else None)
+    lse, mean = sums.lse(), sums.mean()  # the mean logit
     if group:
         lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
     entropy = lse - mean if with_entropy else None
     return target_logit - lse, lse, entropy, kept
 
 
-def _add_chunk(logits, top, total, weighted, values=None) -> tuple[Tensor, ...]:
-    """(top, total, weighted) [P] of the columns so far and of the logits [P, columns].
+class _SoftmaxSums:
+    """What is known of the softmax of logits z [P, V] after some of their columns."""
 
-    They are the largest logit z, the sum of exp(z - top), and that of value exp(z - top) if there
-    are `values` [P, columns]. Without them the logits are overwritten.
-    """
-    new_top = torch.maximum(top, logits.amax(1))
-    scale = (top - new_top).exp()
-    shifted = logits.sub_(new_top[:, None]) if values is None else logits - new_top[:, None]
-    exp = shifted.exp_()
-    total = total * scale + exp.sum(1)
-    if values is not None:
-        weighted = weighted * scale + exp.mul_(values).sum(1)
-    return new_top, total, weighted
+    def __init__(self, hidden: Tensor):
+        zeros = torch.zeros(len(hidden), device=hidden.device)
+        self.top = zeros - torch.inf  # [P] the largest z
+        self.total = zeros  # [P] the sum of exp(z - top)
+        self.weighted = zeros  # [P] that of value exp(z - top)
+
+    def add(self, logits: Tensor, values: Tensor | None = None) -> None:
+        """Adds logits [P, columns] and their values. Without values the logits are overwritten."""
+        new_top = torch.maximum(self.top, logits.amax(1))
+        scale = (self.top - new_top).exp()
+        shifted = logits.sub_(new_top[:, None]) if values is None else logits - new_top[:, None]
+        exp = shifted.exp_()
+        self.top = new_top
+        self.total = self.total * scale + exp.sum(1)
+        if values is not None:
+            self.weighted = self.weighted * scale + exp.mul_(values).sum(1)
+
+    def lse(self) -> Tensor:
+        """The log-sum-exp [P] of the logits."""
+        return self.total.log() + self.top
+
+    def mean(self) -> Tensor:
+        """The mean value [P]; 0 without values."""
+        return self.weighted / self.total
 
 
 def full_kl(
@@ -210,20 +209,8 @@ def full_kl(
     """
     assert group is None or len(policy.weight) == len(teacher.weight)
     num_shared = min(len(policy.weight), len(teacher.weight))
-    return _FullKL.apply(
-        *_first_tokens(policy, num_shared),
-        *_first_tokens(teacher, num_shared),
-        policy.settings,
-        teacher.settings,
-        group,
-    )
-
-
-def _first_tokens(head: HeadInputs, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(hidden states, weight, bias) of a head that has the first `count` tokens only."""
-    if count == len(head.weight):
-        return head.hidden, head.weight, head.bias
-    return head.hidden, head.weight[:count], None if head.bias is None else head.bias[:count]
+    policy, teacher = policy.first_tokens(num_shared), teacher.first_tokens(num_shared)
+    return _FullKL.apply(policy.hidden, policy.weight, policy.bias, policy.settings, teacher, group)
 
 
 class _FullKL(torch.autograd.Function):
@@ -234,35 +221,38 @@ class _FullKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, *teacher_and_settings):
-        *teacher, settings, teacher_settings, group = teacher_and_settings
-        ctx.settings, ctx.teacher_settings, ctx.group = settings, teacher_settings, group
-        zeros = torch.zeros(len(hidden), device=hidden.device)
-        top = teacher_top = zeros - torch.inf
-        total = difference = teacher_total = zeros
-        for columns in chunks(hidden, weight):
-            z = settings.compute(hidden, weight, bias, columns)
-            y = teacher_settings.compute(*teacher, columns)
-            top, total, difference = _add_chunk(z, top, total, difference, z - y)
-            teacher_top, teacher_total, _ = _add_chunk(y, teacher_top, teacher_total, zeros)
-        lse, teacher_lse = total.log() + top, teacher_total.log() + teacher_top
-        difference = difference / total
+    def forward(ctx, hidden, weight, bias, settings, teacher, group):
+        ctx.settings = settings
+        ctx.teacher = teacher
+        ctx.group = group
+        policy = HeadInputs(hidden, weight, settings, bias)
+        sums = _SoftmaxSums(hidden)
+        teacher_sums = _SoftmaxSums(hidden)
+        for columns in _chunks(policy):
+            z = policy.logits(columns)
+            y = teacher.logits(columns)
+            sums.add(z, z - y)
+            teacher_sums.add(y)
+        lse, teacher_lse = sums.lse(), teacher_sums.lse()
+        difference = sums.mean()
         if group:
+            zeros = torch.zeros_like(lse)
             lse, _, difference = sum_softmax(lse, zeros, difference, group)
             teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, group)
         kl = difference - lse + teacher_lse
-        ctx.save_for_backward(hidden, weight, bias, *teacher, lse, teacher_lse, kl)
+        ctx.save_for_backward(hidden, weight, bias, lse, teacher_lse, kl)
         return kl
 
     @staticmethod
     def backward(ctx, d_kl):
-        hidden, weight, bias, *teacher, lse, teacher_lse, kl = ctx.saved_tensors
+        hidden, weight, bias, lse, teacher_lse, kl = ctx.saved_tensors
         settings: LogitSettings = ctx.settings
+        policy = HeadInputs(hidden, weight, settings, bias)
         scale = d_kl / settings.divisor
 
         def gradient_of(columns: slice) -> Tensor:
-            z = settings.compute(hidden, weight, bias, columns)
-            y = ctx.teacher_settings.compute(*teacher, columns)
+            z = policy.logits(columns)
+            y = ctx.teacher.logits(columns)
             log_p = z - lse[:, None]
             log_q = y - teacher_lse[:, None]
             d_logits = log_p.exp() * (log_p - log_q - kl[:, None]) * scale[:, None]
@@ -270,18 +260,20 @@ class _FullKL(torch.autograd.Function):
                 d_logits = d_logits * cap_slope(z, settings.divisor, settings.cap)
             return d_logits.to(hidden.dtype)
 
-        gradients = _gradients_by_chunks(ctx, hidden, weight, bias, gradient_of)
-        return *gradients, *[None] * 6
+        d_hidden, d_weight, d_bias = _gradients_by_chunks(ctx, policy, gradient_of)
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
-def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:
+def _targets_within(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """[P, 1] the target's place within the columns, and [P] 1.0, or 0.0 where it is elsewhere."""
     is_here = (targets >= columns.start) & (targets < columns.stop)
     index = (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
     return index[:, None], is_here.float()
 
 
-def chunks(hidden, weight) -> list[slice]:
+def _chunks(head: HeadInputs) -> list[slice]:
     """Slices of the vocabulary, of few enough logits; their weight is no larger than these."""
-    size = max(1, LOGITS_PER_CHUNK[device_kind(hidden.device)] // max(1, *hidden.shape))
-    return [slice(i, min(i + size, len(weight))) for i in range(0, len(weight), size)]
+    num_columns = len(head.weight)
+    num_logits = LOGITS_PER_CHUNK[device_kind(head.hidden.device)]
+    size = max(1, num_logits // max(1, *head.hidden.shape))
+    return [slice(i, min(i + size, num_columns)) for i in range(0, num_columns, size)]

@@ -5,7 +5,7 @@ Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of i
 all pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,11 +83,30 @@ class LogitSettings:
             self.candidates.exclude_others_(logits, columns)
         return logits
 
-    def compute(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
-    ) -> Tensor:
-        """hidden [P, E], weight [V, E], bias [V] -> logits of the softmax [P, columns] in fp32."""
-        return self.finish(head_products(hidden, weight, bias, columns), columns)
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """What the head of a model multiplies, and what becomes of the products."""
+
+    hidden: Tensor  # [P, E]
+    weight: Tensor  # [V, E], or this process's part of V
+    settings: LogitSettings = LogitSettings()
+    bias: Tensor | None = None  # [V], or this process's part
+
+    def first_tokens(self, count: int) -> "HeadInputs":
+        """Of a head that has the first `count` tokens only."""
+        if count == len(self.weight):
+            return self
+        bias = None if self.bias is None else self.bias[:count]
+        return replace(self, weight=self.weight[:count], bias=bias)
+
+    def products(self, columns: slice) -> Tensor:
+        """[P, columns] in fp32."""
+        return head_products(self.hidden, self.weight, self.bias, columns)
+
+    def logits(self, columns: slice) -> Tensor:
+        """The logits of the softmax [P, columns] in fp32."""
+        return self.settings.finish(self.products(columns), columns)
 
 
 def head_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:

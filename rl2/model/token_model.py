@@ -18,8 +18,8 @@ from rl2.batch import Pack
 from rl2.config.conditions import Exactness
 from rl2.model.attachment import Attachment, Read
 from rl2.model.classes import idle_parts
-from rl2.model.head import HeadInputs, full_kl, head_scores
-from rl2.model.logits import CandidateMask, LogitSettings
+from rl2.model.head import full_kl, head_scores
+from rl2.model.logits import CandidateMask, HeadInputs, LogitSettings
 from rl2.progress import track
 
 

@@ -10,8 +10,8 @@ from ring import check_isolation
 from tools import DEVICE, DRY, error
 
 from rl2.attention.ring import PackedAttention
-from rl2.model.head import HeadInputs, head_scores
-from rl2.model.logits import LogitSettings
+from rl2.model.head import head_scores
+from rl2.model.logits import HeadInputs, LogitSettings
 from rl2.packing import zigzag
 
 # Errors of log-probabilities and entropies against fp32: of nearly all, and of any.
