@@ -159,7 +159,8 @@ def _scores_by_chunks(
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
         sums.add(logits, logits if with_entropy else None)
-    lse, mean = sums.lse(), sums.mean()  # the mean logit
+    lse = sums.total.log() + sums.top
+    mean = sums.weighted / sums.total  # sum p z, the mean logit; 0 without the entropy
     if group:
         lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
     entropy = lse - mean if with_entropy else None
@@ -185,14 +186,6 @@ class _SoftmaxSums:
         self.total = self.total * scale + exp.sum(1)
         if values is not None:
             self.weighted = self.weighted * scale + exp.mul_(values).sum(1)
-
-    def lse(self) -> Tensor:
-        """The log-sum-exp [P] of the logits."""
-        return self.total.log() + self.top
-
-    def mean(self) -> Tensor:
-        """The mean value [P]; 0 without values."""
-        return self.weighted / self.total
 
 
 def full_kl(
@@ -233,8 +226,9 @@ class _FullKL(torch.autograd.Function):
             y = teacher.logits(columns)
             sums.add(z, z - y)
             teacher_sums.add(y)
-        lse, teacher_lse = sums.lse(), teacher_sums.lse()
-        difference = sums.mean()
+        lse = sums.total.log() + sums.top
+        teacher_lse = teacher_sums.total.log() + teacher_sums.top
+        difference = sums.weighted / sums.total
         if group:
             zeros = torch.zeros_like(lse)
             lse, _, difference = sum_softmax(lse, zeros, difference, group)

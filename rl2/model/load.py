@@ -72,16 +72,22 @@ def load_model(
     weights that are incomplete.
     """
     name, trainable = settings.config.model_name, settings.trainable
-    config, model_class = _read_class(name, settings.critic)
+    config = AutoConfig.from_pretrained(name)
+    model_class = language_model_class(config)
+    if settings.critic:
+        config.num_labels = 1
+        model_class = AutoModelForSequenceClassification
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
     source.admit(name, config, settings.critic)
 
-    # Every process builds the model without memory, as it will be trained.
+    # Every process builds the model without memory, as it will be trained, with rl2's attention.
     all_in_fp32 = trainable and not settings.freezes_base
     parameter_dtype = torch.float32 if all_in_fp32 else settings.dtype
-    hf = _build(model_class, config, parameter_dtype)
+    with init_empty_weights(include_buffers=False):
+        plain = without_quantization(config)
+        hf = model_class.from_config(plain, attn_implementation="rl2", dtype=parameter_dtype)
     attachments = attach_all(settings, hf)
     hf.tie_weights()  # meta parameters lose their ties
 
@@ -114,20 +120,6 @@ def load_model(
     return model
 
 
-def _build(model_class: AutoClass, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The Hugging Face model without memory, with the attention of rl2."""
-    with init_empty_weights(include_buffers=False):
-        plain = without_quantization(config)
-        return model_class.from_config(plain, attn_implementation="rl2", dtype=dtype)
-
-
-def _read_class(name: str, critic: bool) -> tuple[PreTrainedConfig, AutoClass]:
-    """(the config of the model `name`, the class that loads it; a critic has one label)."""
-    labels = {"num_labels": 1} if critic else {}
-    config = AutoConfig.from_pretrained(name, **labels)
-    return config, AutoModelForSequenceClassification if critic else language_model_class(config)
-
-
 def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: bool) -> Exactness:
     """`exactness` as far as a model on this device can have it."""
     if device_kind(device) != "cpu":  # a GPU, or the device of a memory plan
@@ -149,15 +141,14 @@ def _read_whole(
     problem = None
     if dist.get_rank() == 0:
         try:
-            full_hf, new = read()
+            hf, new = read()
             for part in attachments:
-                part.after_read(full_hf)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            full = full_hf.state_dict()
+                part.after_read(hf)
+            full = hf.state_dict()
             for key in new:
                 full[key].zero_()  # a new critic starts from V = 0, not from noise
+        except ValueError as error:
+            problem = str(error)
     problem = broadcast_object(problem)
     if problem is not None:
         raise ValueError(problem)

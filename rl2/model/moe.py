@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl2.attention.blocks import Layout
 from rl2.batch import Pack
-from rl2.config.schema import ActorConfig, WorkerConfig
+from rl2.config.schema import ActorConfig
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.model.classes import find_routers
 from rl2.parallel.mesh import all_reduce_sum_
@@ -179,19 +179,6 @@ def find_router_layers(name: str, hf: PreTrainedModel) -> list[int]:
     return layers
 
 
-def _choose_coefficient(config: WorkerConfig, model_config: PreTrainedConfig) -> float:
-    """The coefficient of the loss: the key's, or else that of a model that asks for the loss.
-
-    Routers that are frozen have none unless the key says so.
-    """
-    if config.router_aux_loss_coef is not None:
-        return config.router_aux_loss_coef
-    text = model_config.get_text_config()
-    if config.freeze_router or not getattr(text, "output_router_logits", False):
-        return 0.0
-    return getattr(text, "router_aux_loss_coef", DEFAULT_COEFFICIENT)
-
-
 class LoadBalance(Attachment):
     """The loss on the routers of the model `hf`.
 
@@ -223,7 +210,11 @@ class LoadBalance(Attachment):
         config = settings.config
         if not settings.trainable or settings.critic:
             return None
-        coefficient = _choose_coefficient(config, hf.config)
+        coefficient = config.router_aux_loss_coef
+        if coefficient is None and not config.freeze_router:
+            text = hf.config.get_text_config()  # some models ask for the loss
+            if getattr(text, "output_router_logits", False):
+                coefficient = getattr(text, "router_aux_loss_coef", DEFAULT_COEFFICIENT)
         if not coefficient:
             return None
         if config.tp_size > 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rl2.attention.blocks import Layout
 from rl2.attention.pages import documents
@@ -97,7 +98,7 @@ class PackedRows:
 
     The document of an answer begins with its prompt: a shared prompt runs again for each answer.
     Documents of similar length are the rows of one call. The shorter ones are padded at the end
-    with copies of their last token, which no token before sees.
+    with the pack's first token, which no token before it sees.
     """
 
     def __init__(self, layout: Layout):
@@ -113,7 +114,7 @@ class PackedRows:
             width = len(waiting[0])
             together = [places for places in waiting if len(places) * MAX_LENGTH_RATIO >= width]
             del waiting[: len(together)]
-            call = torch.stack([_pad_with_last(places, width) for places in together])
+            call = pad_sequence(together, batch_first=True)
             self.calls.append(copy_to_device(call, layout.device))
             for places in together:
                 output_places[places] = torch.arange(num_outputs, num_outputs + len(places))
@@ -144,11 +145,6 @@ def _longest_first(layout: Layout) -> list[Tensor]:
         if segment not in shared_prompts:
             answers.append(places)
     return sorted(answers, key=len, reverse=True)
-
-
-def _pad_with_last(places: Tensor, width: int) -> Tensor:
-    """[n] -> [width], the last one repeated."""
-    return places[torch.arange(width).clamp(max=len(places) - 1)]
 
 
 def join_outputs(outputs: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Outputs:

@@ -84,7 +84,8 @@ def _shrink_sizes(text: PreTrainedConfig) -> None:
     num_experts = max(EXPERTS, 2 * num_groups)
     for key, value in list(vars(text).items()):
         if key.endswith("token_id"):
-            setattr(text, key, _special_token(value))
+            if isinstance(value, int) and value >= 0:  # the embedding of padding has to exist
+                setattr(text, key, value % FIRST_PLAIN_TOKEN)
         elif type(value) is int and value > 0:
             setattr(text, key, _shrink_size(key, value, width, narrow, num_experts))
     _shrink_recurrent_heads(text, width, narrow)
@@ -129,12 +130,6 @@ def _shrink_size(key: str, value: int, width: int, narrow: int, num_experts: int
     if value % width == 0 and not NOT_A_WIDTH.search(key):
         return value // width * narrow
     return value
-
-
-def _special_token(value: object) -> object:
-    if isinstance(value, list):
-        return [_special_token(entry) for entry in value]
-    return value % FIRST_PLAIN_TOKEN if isinstance(value, int) and value >= 0 else value
 
 
 def _count_layers_of_all_kinds(model_class: AutoClass, config: PreTrainedConfig) -> int:
