@@ -104,12 +104,10 @@ def test_a_refused_model_is_named_before_its_weights_are_read(tmp_path, device):
         Worker(worker_config(str(tmp_path)), device, False, 4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
+def test_dropout_is_never_active(tmp_path, device, capsys):
     """Else the ratio of two probabilities of a token would be noise: 0.39 of them were clipped."""
     name = make_gpt2(tmp_path / "model")
-    config = worker_config(name, gradient_checkpointing=checkpointing)
-    worker = Worker(config, device, False, 4)
+    worker = Worker(worker_config(name, gradient_checkpointing=True), device, False, 4)
     assert "dropout is off in training (resid_pdrop=0.1," in capsys.readouterr().out
     batch = make_batch()
     before = worker.score(batch).logps
@@ -127,23 +125,21 @@ def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
     assert result.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, dtype):
+def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device):
     name = make_routed(tmp_path / "model")
-    worker = Worker(worker_config(name, dtype=dtype), device, False, 4)
+    worker = Worker(worker_config(name, dtype="bfloat16"), device, False, 4)
     stored = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).state_dict()
     key, buffers = ROUTING_BIAS, [key for key in stored if key.endswith("correction_bias")]
     weights = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
     assert stored[key].abs().min() > 0 and torch.equal(weights[key], stored[key])
     assert weights.keys() == stored.keys()
-    compute_dtype = getattr(torch, dtype)
-    engine = LocalEngine(EngineSettings(model_name=name, dtype=compute_dtype, device=device))
-    engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
+    engine = LocalEngine(EngineSettings(name, worker.dtype, device))
+    engine.verify_weights(worker.iter_full_weights(worker.dtype), 0)
     engine.model.get_buffer(key).zero_()
     with pytest.raises(RuntimeError, match=key):
-        engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
-    engine.load_weights(worker.iter_full_weights(compute_dtype), 1)
-    engine.verify_weights(worker.iter_full_weights(compute_dtype), 1)
+        engine.verify_weights(worker.iter_full_weights(worker.dtype), 0)
+    engine.load_weights(worker.iter_full_weights(worker.dtype), 1)
+    engine.verify_weights(worker.iter_full_weights(worker.dtype), 1)
     weights.pop(key)
     for verb in (engine.load_weights, engine.verify_weights):
         with pytest.raises(ValueError, match=f"did not arrive: .*{key}"):
@@ -152,7 +148,7 @@ def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, d
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     for key, weight in exported.state_dict().items():
         # What was trained: weights in the dtype of the computation, buffers as they were stored.
-        rounded = stored[key] if key in buffers else stored[key].to(compute_dtype).float()
+        rounded = stored[key] if key in buffers else stored[key].bfloat16().float()
         assert torch.equal(weight, rounded), key
 
 

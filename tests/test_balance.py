@@ -1,16 +1,18 @@
-"""actor.router_aux_loss_coef: the load-balancing loss of a mixture of experts."""
+"""actor.router_aux_loss_coef: the load-balancing loss of a mixture of experts.
+
+test_routing.py tests its layouts.
+"""
 
 import sys
 
 import pytest
 import torch
-from common import MIXTURES, launch, make_model
+from common import MIXTURES, make_model
 from parity import (
     SMALL_BUDGET,
     assert_equal_gradients,
     gradients_by_sgd,
     make_batch,
-    save_layouts,
     worker_config,
 )
 from transformers import AutoModelForCausalLM
@@ -20,13 +22,6 @@ from rl2.model.moe import FrozenRouters
 from rl2.worker import Worker
 
 COEFFICIENT = 0.1
-LAYOUTS = {
-    "many micro-batches": {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True},
-    "unshared prompts": {"share_prompts": False},
-    "copies": {"fsdp_size": 1},
-    "sp": {"sp_size": 2},
-    "adapters": {"lora_rank": 2},
-}
 
 
 def make_worker(name, **changes):
@@ -36,13 +31,6 @@ def make_worker(name, **changes):
 
 def no_loss(batch, scores):
     return (scores.logps * 0).sum(), {}
-
-
-def update(name, **changes):
-    """(the gradient by name, what the update reports), where the balance is the only loss."""
-    gradients, result = gradients_by_sgd(make_worker(name, **changes), make_batch(), no_loss)
-    assert result.loss == 0
-    return gradients, result.reported["load_balance"]
 
 
 def of_transformers(name):
@@ -69,26 +57,13 @@ def of_transformers(name):
 def test_gradient_and_value_are_those_of_transformers(tmp_path, device, family):
     name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
     expected, value = of_transformers(name)
-    assert (
-        max(g.abs().max() for key, g in expected.items() if "gate" in key or "rout" in key) > 1e-4
-    )
-    gradients, reported = update(name, **LAYOUTS["many micro-batches"])
+    routers = [g for key, g in expected.items() if "gate" in key or "rout" in key]
+    assert max(gradient.abs().max() for gradient in routers) > 1e-4
+    worker = make_worker(name, max_length_per_device=SMALL_BUDGET, gradient_checkpointing=True)
+    gradients, result = gradients_by_sgd(worker, make_batch(), no_loss)
     assert_equal_gradients(gradients, expected, atol=1e-6)
-    assert reported == pytest.approx(value, rel=1e-4)
-
-
-if __name__ == "__main__":  # a process of the test below
-    save_layouts(update, LAYOUTS, *sys.argv[1:])
-
-
-def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
-    name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
-    launch(2, __file__, name, tmp_path / "results")
-    for layout, (gradients, reported) in torch.load(tmp_path / "results").items():
-        adapters = {"lora_rank": 2} if layout == "adapters" else {}
-        expected, value = update(name, **adapters)
-        assert_equal_gradients(gradients, expected, atol=1e-6)
-        assert reported == pytest.approx(value, rel=1e-5)
+    assert result.loss == 0
+    assert result.reported["load_balance"] == pytest.approx(value, rel=1e-4)
 
 
 def test_the_config_of_a_model_may_ask_for_the_loss(tmp_path, device, capsys):

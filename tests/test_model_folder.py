@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 from common import make_critic, make_model, make_tokenizer
+from families import make_config
 from huggingface_hub import constants
 from safetensors.torch import save_file
-from transformers import AutoConfig, Phi3Config, T5Config
+from transformers import T5Config
 
 from rl2.data.chat import ChatTemplate
 from rl2.model.folder import (
@@ -123,16 +124,7 @@ def test_sequences_are_no_longer_than_what_positions_allow(name, tmp_path):
     check_length(KEY, name, 512, "a row is too long")
     with pytest.raises(ValueError, match="at most 512 tokens .*, but a row is too long"):
         check_length(KEY, name, 513, "a row is too long")
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 48,
-        "long_factor": [4.0] * 48,
-        "original_max_position_embeddings": 4096,
-    }
-    config = Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
-    config.save_pretrained(tmp_path / "phi")
-    assert AutoConfig.from_pretrained(tmp_path / "phi").rope_parameters["rope_type"] == "longrope"
+    make_config("phi3 (longrope)").save_pretrained(tmp_path / "phi")
     check_length(KEY, str(tmp_path / "phi"), 4096, "a row is too long")
     with pytest.raises(ValueError, match="at most 4096 tokens .* longrope"):
         check_length(KEY, str(tmp_path / "phi"), 4097, "a row is too long")

@@ -17,9 +17,9 @@ from common import (
     MIXTURES,
     launch,
     launch_runs,
+    letter_run,
     make_model,
     read_jsonl,
-    write_jsonl,
 )
 from engine_contract import check_routing, chosen_by_transformers
 from parity import (
@@ -44,6 +44,7 @@ from rl2.model.moe import find_logit_routers, find_router_layers
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
+BALANCE = 1.0
 FAMILIES = {
     **MIXTURES,
     "glm4_moe": {  # groups of experts first, and a layer without experts
@@ -56,11 +57,13 @@ FAMILIES = {
     },
     "qwen3_next": {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
 }
+MANY_MICRO_BATCHES = {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True}
 LAYOUTS = {
-    "many micro-batches": {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True},
+    "many micro-batches": MANY_MICRO_BATCHES,
     "unshared prompts": {"share_prompts": False},
     "copies": {"fsdp_size": 1},
     "sp": {"sp_size": 2, "max_length_per_device": SMALL_BUDGET},
+    "adapters": {"lora_rank": 2},
 }
 
 
@@ -107,14 +110,14 @@ def loss_of(batch, logps):
 
 
 def update(name, **changes):
-    """(log-probabilities before an SGD update, the gradient by name)."""
+    """(log-probabilities before an SGD update, the gradient by name, what the update reports)."""
     worker = make_worker(name, **changes)
     batch = make_routed_batch()
     logps = worker.score(batch).logps
-    gradients, _ = gradients_by_sgd(
+    gradients, result = gradients_by_sgd(
         worker, batch, lambda rows, scores: (loss_of(rows, scores.logps), {})
     )
-    return logps, gradients
+    return logps, gradients, result.reported
 
 
 def route_by_hand(family, router, experts, hidden):
@@ -131,7 +134,7 @@ def route_by_hand(family, router, experts, hidden):
 
 
 def update_by_hand(name, family):
-    """The results of `update`, each row alone, with routers that are told their choices."""
+    """As `update`, but for the report: each row alone, with routers that are told their choices."""
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     batch = make_routed_batch()
     logps = torch.zeros(batch.mask.shape)
@@ -149,33 +152,37 @@ def update_by_hand(name, family):
     return logps.detach(), {key: p.grad for key, p in hf.named_parameters() if p.grad is not None}
 
 
-def assert_equal_results(results, expected):
-    (logps, gradients), (wanted_logps, wanted) = results, expected
-    torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
-    assert_equal_gradients(gradients, wanted, atol=2e-5)
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, family):
     name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
-    expected = update_by_hand(name, family)
-    routers = [g for key, g in expected[1].items() if "gate.weight" in key or "router" in key]
+    wanted_logps, wanted = update_by_hand(name, family)
+    routers = [g for key, g in wanted.items() if "gate.weight" in key or "router" in key]
     assert max(gradient.abs().max() for gradient in routers) > 1e-3
-    assert_equal_results(update(name, **LAYOUTS["many micro-batches"]), expected)
+    logps, gradients, _ = update(name, **MANY_MICRO_BATCHES)
+    torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
+    assert_equal_gradients(gradients, wanted, atol=2e-5)
     own = make_worker(name).score(make_batch()).logps
-    assert (own - expected[0]).abs().max() > 1e-2
+    assert (own - wanted_logps).abs().max() > 1e-2
+
+
+def balanced_update(name, **changes):
+    """As `update`, with the load-balancing loss, whose gradient is as large as the other."""
+    return update(name, router_aux_loss_coef=BALANCE, **changes)
 
 
 if __name__ == "__main__":  # a process of the test below
-    save_layouts(update, LAYOUTS, *sys.argv[1:])
+    save_layouts(balanced_update, LAYOUTS, *sys.argv[1:])
 
 
 def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
     name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
     launch(2, __file__, name, tmp_path / "results")
-    expected = update(name)
-    for results in torch.load(tmp_path / "results").values():
-        assert_equal_results(results, expected)
+    expected = {rank: balanced_update(name, lora_rank=rank) for rank in (0, 2)}
+    for layout, (logps, gradients, reported) in torch.load(tmp_path / "results").items():
+        wanted_logps, wanted, wanted_report = expected[2 if layout == "adapters" else 0]
+        torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
+        assert_equal_gradients(gradients, wanted, atol=2e-5)
+        assert reported == pytest.approx(wanted_report, rel=1e-5)
 
 
 def test_the_reference_chooses_for_itself(tmp_path, device):
@@ -199,27 +206,14 @@ def interact(messages):
 def runs(tmp_path_factory):
     """Runs of two turns on a mixture of experts, by their names."""
     folder = tmp_path_factory.mktemp("routing")
-    rows = []
-    for number in range(12):
-        messages = [{"role": "user", "content": f"say a, {number}"}]
-        rows.append({"messages": messages, "answer": "abcdefgh"})
-    write_jsonl(folder / "train.jsonl", rows)
-    (folder / "env.py").write_text(LETTER_ENV + TURNS_ENV)
-    keys = [
-        f"actor.model_name={make_model(folder / 'tiny', 'qwen3_moe', **MIXTURES['qwen3_moe'])}",
-        f"data.path={folder / 'train.jsonl'}",
-        f"rollout.env_path={folder / 'env.py'}",
+    name = make_model(folder / "tiny", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    keys = letter_run(folder, name) + [
         "rollout.max_turns=2",
-        "data.prompts_per_rollout=4",
-        "data.responses_per_prompt=4",
-        "actor.lr=0.02",
-        "actor.dtype=float32",
         "actor.update_per_rollout=2",
-        "rollout.train_sampling_params.max_new_tokens=8",
-        "trainer.disable_wandb=true",
         "trainer.save_tokens=true",
         "trainer.max_steps=2",
     ]
+    (folder / "env.py").write_text(LETTER_ENV + TURNS_ENV)
     settings = {
         "replayed": ["actor.routing_replay=true"],
         "plain": [],
