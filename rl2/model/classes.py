@@ -54,12 +54,12 @@ def is_language_model(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
-def idle_parts(hf: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The largest modules of `hf` that are neither its text model nor its head, by name.
+def idle_parts(hf: PreTrainedModel) -> list[nn.Module]:
+    """The largest modules of `hf` that are neither its text model nor its head.
 
     They see images or hear audio, so the text of a prompt never runs them.
     """
-    return list(_outside(hf, "", text_parts(hf)))
+    return list(_outside(hf, text_parts(hf)))
 
 
 def text_parts(hf: PreTrainedModel) -> set[nn.Module]:
@@ -70,16 +70,14 @@ def text_parts(hf: PreTrainedModel) -> set[nn.Module]:
     return {part for part in parts if part is not None}
 
 
-def _outside(
-    module: nn.Module, prefix: str, text: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
+def _outside(module: nn.Module, text: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
         if child in text:
             continue
         if any(part in text for part in child.modules()):
-            yield from _outside(child, f"{prefix}{name}.", text)
+            yield from _outside(child, text)
         elif any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child
+            yield child
 
 
 def find_routers(hf: nn.Module) -> set[nn.Module]:

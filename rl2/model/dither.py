@@ -7,6 +7,7 @@ update crosses the border is its size in cells. So the copies move by the update
 """
 
 import hashlib
+import struct
 
 import torch
 from torch import Tensor
@@ -51,13 +52,13 @@ def dither_(seed: int, name: str, weight: Tensor) -> Tensor:
     """
     assert weight.dtype == torch.float32, weight.dtype
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    keys = [int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:8])]
+    first_key, second_key = struct.unpack("<ii", digest[:8])
     bits = weight.view(torch.int32).view(-1)
     for start in range(0, len(bits), CHUNK_SIZE):
         chunk = bits[start : start + CHUNK_SIZE]
         positions = torch.arange(len(chunk), dtype=torch.int32, device=bits.device)
         positions += (start + 2**31) % 2**32 - 2**31  # modulo 2^32, as int32
-        chunk += _offsets(chunk, _hash_(positions, *keys))
+        chunk += _offsets(chunk, _hash_(positions, first_key, second_key))
     return weight
 
 

@@ -106,7 +106,7 @@ def max_positions(name: str) -> int:
     text = AutoConfig.from_pretrained(name).get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
     parameters = getattr(text, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:  # of all layers, or of each kind of layer
+    for rope in [parameters] + list(parameters.values()):  # of all layers, or of each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in SCALED_ROPE:
             limits.append(rope.get("original_max_position_embeddings"))
     return min(int(limit or sys.maxsize) for limit in limits)

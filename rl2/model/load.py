@@ -114,7 +114,7 @@ def load_model(
         settings.dtype if trainable else None,
         trainable and settings.config.gradient_checkpointing,
         recompute_context=keep_attention,
-        idle=[part for _, part in idle_parts(hf)],
+        idle=idle_parts(hf),
     )
     fsdp.scatter(model, full, mesh, [part.change for part in attachments])
     return model

@@ -78,15 +78,14 @@ class Adapters(Attachment):
         """The adapters count nothing."""
         # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in
         # the first forward pass which parameters are trained.
-        scalings = [layer.scaling for layer in _adapted_layers(hf).values()]
-        trained = [scaling[ADAPTER] for scaling in scalings]
-        for scaling in scalings:
-            scaling[ADAPTER] = 0.0
+        layers = _adapted_layers(hf).values()
+        for layer in layers:
+            layer.set_scale(ADAPTER, 0.0)
         try:
             yield
         finally:
-            for scaling, value in zip(scalings, trained, strict=True):
-                scaling[ADAPTER] = value
+            for layer in layers:
+                layer.set_scale(ADAPTER, 1.0)
 
     def iter_exported(self, hf: PreTrainedModel, read: Read) -> Iterator[tuple[str, DTensor]]:
         """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
@@ -186,7 +185,7 @@ def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], 
     Excluded are layers of towers and, unless `with_routers`, of routers. Layers of kinds that peft
     cannot adapt are in neither list.
     """
-    excluded = {part for _, tower in idle_parts(hf) for part in tower.modules()}
+    excluded = {part for tower in idle_parts(hf) for part in tower.modules()}
     if not with_routers:
         excluded |= find_routers(hf)
     linear_names: list[str] = []

@@ -106,7 +106,7 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
     ValueError if a row of a weight ends inside a block, and for experts, which are no linear layers
     and would keep most of the weights in 16 bits.
     """
-    in_towers = {weight for _, tower in idle_parts(hf) for weight in tower.parameters()}
+    in_towers = {weight for tower in idle_parts(hf) for weight in tower.parameters()}
     for name, parameter in hf.named_parameters():
         is_stack = parameter.ndim >= 3 and min(parameter.shape[-2:]) > 1
         if is_stack and parameter not in in_towers:
@@ -117,10 +117,10 @@ def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
     for name in names:
         layer = hf.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        label = name.removesuffix(".base_layer")
         if layer.in_features % BLOCK:
             raise ValueError(
-                f"quantize_base=nf4: {label} has rows of {layer.in_features} weights, which blocks "
-                f"of {BLOCK} do not divide; leave the key out"
+                f"quantize_base=nf4: {name.removesuffix('.base_layer')} has rows of "
+                f"{layer.in_features} weights, which blocks of {BLOCK} do not divide; leave the "
+                "key out"
             )
         hf.set_submodule(name, Nf4Linear(layer))

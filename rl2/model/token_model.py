@@ -74,19 +74,15 @@ class TokenModel(nn.Module):
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         is_whole = ring.size == 1 and tp is None
-        obstacle = self._exactness_obstacle()
+        obstacle = next((part.inexact for part in attachments if part.inexact), None)
+        if LogitSettings.of(hf.config).divisor != 1.0:
+            obstacle = "divides its logits, which the engine and the trainer do at different places"
         self.exactness = exactness if is_whole and obstacle is None else Exactness.OFF
         if exactness is Exactness.DEMANDED and obstacle is not None:
             raise ValueError(
                 f"rollout.exact=true: {type(hf).__name__} {obstacle}; leave rollout.exact out"
             )
         self.eval()
-
-    def _exactness_obstacle(self) -> str | None:
-        """Why the model cannot have the bits of the engine, in words; None if it can."""
-        if LogitSettings.of(self.hf.config).divisor != 1.0:
-            return "divides its logits, which the engine and the trainer do at different places"
-        return next((part.inexact for part in self.attachments if part.inexact), None)
 
     def forward(
         self,
@@ -185,6 +181,6 @@ def attention_cost(hf: PreTrainedModel) -> float:
         pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
     size = sum(parameter.numel() for parameter in hf.parameters())
-    for _, part in idle_parts(hf):
+    for part in idle_parts(hf):
         size -= sum(parameter.numel() for parameter in part.parameters())
     return channels / size

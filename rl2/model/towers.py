@@ -33,7 +33,7 @@ class Towers(Attachment):
         for weight in hf.parameters():
             if id(weight) not in text:  # also a weight beside the towers (LLaVA-NeXT)
                 weight.requires_grad_(False)
-        for _, tower in towers:
+        for tower in towers:
             tower.to(settings.dtype)
         return cls()
 
