@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from rl2.algorithms.advantages import AdvantageInputs
-from rl2.algorithms.losses import PolicyInputs, PreferenceInputs, UnpairedInputs
+from rl2.algorithms.losses import PolicyInputs, PreferenceInputs
 from rl2.batch import Sample
 from rl2.data.rows import Rows, check_rows
 from rl2.data.store import make_table
@@ -319,30 +319,12 @@ def policy_inputs(logps, old_logps, advantages, mask, **others) -> PolicyInputs:
     )
 
 
-def preference_inputs(margin, **others) -> PreferenceInputs:
+def preference_inputs(gains, **others) -> PreferenceInputs:
     """The inputs of a preference loss, of replies of one token and log-probabilities of -3."""
-    logps = torch.full_like(margin, -3)
-    defaults = {"chosen_logps": logps, "rejected_logps": logps}
-    defaults |= {
-        "chosen_length": torch.ones_like(margin),
-        "rejected_length": torch.ones_like(margin),
-    }
-    defaults |= {"chosen_gain": margin, "rejected_gain": torch.zeros_like(margin)}
+    defaults = {"logps": torch.full_like(gains, -3), "lengths": torch.ones_like(gains)}
     defaults |= {"beta": 0.5, "label_smoothing": 0.0, "target_margin": 0.0}
-    return PreferenceInputs(**defaults | others)
-
-
-def unpaired_inputs(gain, label, **others) -> UnpairedInputs:
-    """The inputs of a loss of labelled replies of one token, with log-probabilities of -3."""
-    defaults = {
-        "logps": torch.full_like(gain, -3),
-        "length": torch.ones_like(gain),
-        "label": label,
-        "gain": gain,
-        "reference_point": torch.zeros_like(gain),
-    }
-    defaults |= {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-    return UnpairedInputs(**defaults | others)
+    defaults |= {"desirable_weight": 1.0, "undesirable_weight": 1.0}
+    return PreferenceInputs(gains=gains, **defaults | others)
 
 
 def make_environment(changes: dict | None = None, checkout=ROOT) -> dict:

@@ -18,7 +18,6 @@ from common import (
     make_samples,
     policy_inputs,
     preference_inputs,
-    unpaired_inputs,
 )
 from configs import key_types
 from torch.nn.functional import softplus
@@ -39,8 +38,6 @@ from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     PolicyLoss,
-    PreferenceLoss,
-    UnpairedLoss,
     cross_entropy,
     importance_weights,
     kl_estimate,
@@ -48,13 +45,13 @@ from rl2.algorithms.losses import (
     reward_loss,
     rollout_mismatch,
     token_weights,
-    unpaired_loss,
     value_loss,
     weighted_kl,
 )
 from rl2.batch import collate
-from rl2.config.schema import PPOConfig
+from rl2.config.schema import DPOLossConfig, PPOConfig
 from rl2.model.token_model import TokenScores
+from rl2.trainer import dpo
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
 from rl2.worker import UpdateResult
 
@@ -84,14 +81,17 @@ def policy_loss(case, loss, correction=None, off_policy_limit=None, **settings):
     return losses.policy_loss(compute, inputs, case.weights, correction, off_policy_limit)
 
 
-def dpo_loss(logps, ref_logps, *columns, loss, beta, label_smoothing=0.0, **settings):
-    """Call `losses.dpo_loss` with the name of a loss, and a reference if that needs one."""
-    declared = PREFERENCE_LOSSES[loss]
-    if "ref_logps" not in declared.needs:
-        ref_logps = None
-    return losses.dpo_loss(
-        declared.compute, logps, ref_logps, *columns, beta, label_smoothing, **settings
+def preference_loss(case, loss, **settings):
+    """Call `preference_loss` of DPO on the columns of the case, as far as the loss needs them."""
+    needs = PREFERENCE_LOSSES[loss].needs
+    batch = SimpleNamespace(
+        mask=case.mask,
+        token_weights=case.weights,
+        ref_logps=case.ref_logps if "ref_logps" in needs else None,
+        reference_point=case.z0 if "reference_point" in needs else None,
+        label=case.label,
     )
+    return dpo.preference_loss(DPOLossConfig(loss=loss, **settings), batch, TokenScores(case.logps))
 
 
 def make_case(seed, dtype=torch.float64, huge_padding=True):
@@ -573,6 +573,8 @@ def make_pairs(seed):
     case.mask[:, 2] = 1
     case.weights = token_weights(case.mask, torch.arange(8), "sequence")
     case.margin = torch.randn(4, generator=generator, dtype=torch.float64).repeat_interleave(2)
+    case.label = (torch.arange(8) % 3 == 0).double()
+    case.z0 = torch.full((8,), 0.4, dtype=torch.float64)
     spoil_padding(case, generator)
     return case
 
@@ -647,32 +649,30 @@ def test_preference_losses(seed, loss, smoothing, sft_coef):
         for row in pair:
             if ref_logps is not None:
                 metrics["kl"] += sum_of_k3(row) / len(row) / 8
-    settings = {"label_smoothing": smoothing, "target_margin": target, "sft_coef": sft_coef}
-    columns = (logps, ref_logps, case.mask, case.weights)
-    check_loss(logps, dpo_loss(*columns, loss=loss, beta=beta, **settings), expected, metrics)
+    found = preference_loss(
+        case,
+        loss,
+        beta=beta,
+        label_smoothing=smoothing,
+        target_margin=target,
+        sft_coef=sft_coef,
+    )
+    check_loss(logps, found, expected, metrics)
 
 
 @pytest.mark.parametrize("logp", [0.0, -1e-30, -1e3])
 def test_orpo_is_finite_where_a_reply_is_certain_or_impossible(logp):
-    logps = torch.tensor([[logp], [-1.0]], requires_grad=True)
-    ones = torch.ones(2, 1)
-    loss, _ = dpo_loss(logps, None, ones, ones / 2, loss="orpo", beta=0.1)
+    logps = torch.tensor([logp, -1.0], requires_grad=True)
+    inputs = preference_inputs(torch.zeros(2), logps=logps)
+    loss = PREFERENCE_LOSSES["orpo"].compute(inputs)
     loss.backward()
     assert loss.isfinite() and logps.grad.isfinite().all()
-
-
-def kto_loss(case, **settings):
-    """Call `unpaired_loss` with KTO's loss on the columns of the case."""
-    columns = (case.logps, case.ref_logps, case.mask, case.weights, case.label, case.z0)
-    return unpaired_loss(PREFERENCE_LOSSES["kto"].compute, *columns, **settings)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kto(seed):
     case = make_pairs(seed)
-    beta, weights, z0 = 0.3, {1: 1.5, 0: 0.7}, 0.4
-    case.label = (torch.arange(8) % 3 == 0).double()
-    case.z0 = torch.full((8,), z0, dtype=torch.float64)
+    beta, weights, z0 = 0.3, {1: 1.5, 0: 0.7}, case.z0[0].item()
     logps = case.logps.requires_grad_()
     expected, expected_metrics = 0.0, defaultdict(float)
     rows = trained_parts(logps - case.ref_logps, case.mask)
@@ -685,19 +685,8 @@ def test_kto(seed):
         expected_metrics["accuracy"] += (margin > 0).item() / 8
         expected_metrics["reference_point"] += z0 / 8
         expected_metrics["kl"] += sum_of_k3(log_ratios) / len(log_ratios) / 8
-    found = kto_loss(case, beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
+    found = preference_loss(case, "kto", beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
     check_loss(logps, found, expected, expected_metrics)
-
-
-def test_an_unpaired_loss_without_a_reference():
-    """The sum of log-probabilities is trained; the reward is beta times their mean."""
-    logps = torch.tensor([[-1.0, -3.0, -9.0], [-2.0, -9.0, -9.0]], requires_grad=True)
-    mask = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
-    weights = mask / mask.sum(1, keepdim=True) / 2
-    label = torch.tensor([0.0, 1.0])
-    found = unpaired_loss(lambda x: -x.logps, logps, None, mask, weights, label, None, beta=0.5)
-    metrics = {"reward": -1.0, "margin": 0.0, "accuracy": 0.5}
-    check_loss(logps, found, -(logps * mask).sum() / 2, metrics)
 
 
 def test_the_reference_point_by_hand():
@@ -729,11 +718,9 @@ def test_reward_loss(seed):
 def test_a_rank_without_rows_gets_zeros():
     case = SimpleNamespace(**{name: column[:0] for name, column in vars(make_case(0)).items()})
     pairs = SimpleNamespace(**{name: column[:0] for name, column in vars(make_pairs(0)).items()})
-    pairs.label = pairs.z0 = pairs.margin
-    columns = (pairs.logps, pairs.ref_logps, pairs.mask, pairs.weights)
     results = [policy_loss(case, correction=case.correction, **options) for options in LOSSES]
-    results += [dpo_loss(*columns, loss=loss, beta=0.2) for loss in PAIR_LOSSES]
-    results += [kto_loss(pairs, beta=0.2), reward_loss(pairs.values, pairs.weights, pairs.margin)]
+    results += [preference_loss(pairs, loss) for loss in PREFERENCE_LOSSES]
+    results.append(reward_loss(pairs.values, pairs.weights, pairs.margin))
     results.append(value_loss(case.values, case.old_values, case.returns, case.weights, 0.2))
     mismatch = rollout_mismatch(case.old_logps, case.engine_logps, case.weights)
     results.append((cross_entropy(case.logps, case.weights), mismatch))
@@ -758,19 +745,15 @@ def other_value(name, value):
 def full_inputs(declared):
     """Inputs of a function, with a value of everything."""
     case = make_case(0, huge_padding=False)
-    gain = torch.tensor([0.5, -0.25])
     if isinstance(declared, Estimator):
         return inputs_of(case)
     if isinstance(declared, PolicyLoss):
         columns = (case.logps, case.old_logps, case.advantages, case.mask)
         others = {"ref_logps": case.old_logps, "ages": case.mask, "dual_clip": 1.1}
         return policy_inputs(*columns, clip=0.1, clip_high=0.1, **others)
-    if isinstance(declared, UnpairedLoss):
-        return unpaired_inputs(gain, torch.tensor([True, False]))
-    return preference_inputs(gain, beta=0.1, chosen_logps=torch.tensor([-2.0, -4.0]))
-
-
-GAINS = {PreferenceLoss: "chosen_gain", UnpairedLoss: "gain"}  # what needs the reference
+    logps = torch.tensor([-2.0, -4.0])
+    point, labels = torch.zeros(2), torch.tensor([True, False])
+    return preference_inputs(logps / 8, beta=0.1, logps=logps, reference_point=point, labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -785,7 +768,8 @@ def test_a_built_in_function_depends_on_what_it_declares_alone(declared):
         return returned[0] if isinstance(returned, tuple) else returned
 
     for name in (*declared.all_needs, *type(declared).settings):
-        field = GAINS.get(type(declared), name) if name == "ref_logps" else name
+        is_gain = name == "ref_logps" and not hasattr(inputs, name)
+        field = "gains" if is_gain else name
         changed = {field: other_value(field, getattr(inputs, field))}
         depends = not result(replace(inputs, **changed)).equal(result(inputs))
         assert depends == (name in (*declared.needs, *declared.settings)), name

@@ -119,7 +119,7 @@ def test_keys_follow_others_unless_they_are_set(monkeypatch, arguments, expected
 
 OWN = """
 from rl2.algorithms.advantages import Estimator
-from rl2.algorithms.losses import PolicyLoss, UnpairedLoss
+from rl2.algorithms.losses import PolicyLoss, PreferenceLoss
 f = {}
 """
 OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is said of a good one
@@ -138,7 +138,7 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
         ("lambda x: (x.logps + x.advantages[:, 1:], {})", "(line 4 of own.py)"),
         ("lambda x: (x.logps, {'loss': x.logps})", "another name for the metric 'loss'"),
         ("lambda x: exit(0)", "fails: SystemExit: 0"),
-        ("UnpairedLoss(abs)", "declared as UnpairedLoss; this key takes PolicyL"),
+        ("Estimator(abs)", "declared as Estimator; this key takes PolicyLoss"),
         ("'no function'", "own.py has no function f"),
         ("PolicyLoss(abs, ('clips',))", "does not know clips: choose clip, clip_high"),
         ("lambda x: (x.logps * x.advantages, {'logp': x.logps, 'high': x.logps > -0.5})", ""),
@@ -152,8 +152,9 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
     ],
     "dpo.loss": [
         ("lambda x: x.margin.sum()", "losses of shape [] for inputs of shape [2]"),
-        ("UnpairedLoss(lambda x: -x.gain, needs=())", "declares UnpairedLoss(function, needs=...)"),
-        ("UnpairedLoss(lambda x: x.beta * x.gain, needs=('ref_logps',))", ""),
+        ("PreferenceLoss(lambda x: -x.gains, needs=())", "declares PreferenceLoss(function, needs"),
+        ("PreferenceLoss(lambda x: x.gains, in_pairs=True)", "losses of shape [4] for inputs of"),
+        ("PreferenceLoss(lambda x: x.gains * x.labels, in_pairs=False)", ""),
         ("lambda x: (-x.beta * x.mean_margin).exp()", ""),
     ],
 }

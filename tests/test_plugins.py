@@ -107,8 +107,7 @@ def test_recent_losses_by_hand():
     assert metrics["clip_ratio"].int().equal(cut.int())
 
     positive = find_recent(find_preference_loss, "positive")
-    gains = {"chosen_gain": torch.tensor([1.0, -1.0]), "rejected_gain": torch.tensor([0.0, -2.0])}
-    values = positive(preference_inputs(torch.ones(2), beta=0.5, **gains))
+    values = positive(preference_inputs(torch.tensor([1.0, 0.0, -1.0, -2.0]), beta=0.5))
     expected = [math.log1p(math.exp(-0.5 * 1)), math.log1p(math.exp(-0.5 * (1 - 5)))]
     assert values.tolist() == pytest.approx(expected)
 
@@ -204,7 +203,7 @@ def test_dpo_with_a_preference_loss(tmp_path, monkeypatch):
     assert line["actor/loss"] == pytest.approx(1)  # the policy is the reference: the margin is 0
     assert "time/reference" in line
     exponential = find_preference_loss(value).compute
-    inputs = preference_inputs(torch.tensor([2.0]), beta=0.5)
+    inputs = preference_inputs(torch.tensor([2.0, 0.0]), beta=0.5)
     assert exponential(inputs).item() == pytest.approx(math.exp(-1))
 
 

@@ -7,7 +7,7 @@ small inputs before any model loads: a wrong shape would otherwise end a run ins
 broadcast and train something else, as a loss of one number ignores `actor.average`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,8 +26,6 @@ from rl2.algorithms.losses import (
     PolicyLoss,
     PreferenceInputs,
     PreferenceLoss,
-    UnpairedInputs,
-    UnpairedLoss,
 )
 from rl2.user_files import describe_failure, import_file
 
@@ -40,7 +38,9 @@ class Choices(Generic[Declared]):
 
     key: str
     built_in: Mapping[str, Declared]
-    kinds: tuple[type[Declared], ...]  # a function without a declaration is of the first one
+    kind: type[Declared]
+    # Calls a function of this file once. ValueError, with what to return, for what is wrong.
+    trial: Callable[[Declared, Path], None]
 
     def find(self, name: str) -> Declared:
         """Returns what `name` names. ValueError, with the choices, if there is no such function."""
@@ -59,21 +59,21 @@ class Choices(Generic[Declared]):
         if not _file_of(name).is_file():
             raise ValueError(f"no such file {path}")
         entry: Any = getattr(_import_once(_file_of(name)), attribute, None)
-        if isinstance(entry, self.kinds):
+        if isinstance(entry, self.kind):
             return entry
         if isinstance(entry, Declaration):
-            kind, expected = type(entry).__name__, " or ".join(it.__name__ for it in self.kinds)
+            kind, expected = type(entry).__name__, self.kind.__name__
             raise ValueError(f"{attribute} is declared as {kind}; this key takes {expected}")
         if not callable(entry):
             raise ValueError(f"{path} has no function {attribute}")
-        return self.kinds[0](entry)
+        return self.kind(entry)
 
     def look_up(self, name: str) -> Declared:
         """As `find`, for the rules of other keys: what is not found counts as a plain function."""
         try:
             return self._find(name)
         except ValueError:
-            return self.kinds[0](lambda x: x)
+            return self.kind(lambda x: x)
 
     def check(self, name: str) -> None:
         """Raises ValueError for a name that `find` refuses, or if a call of the user's fails.
@@ -81,32 +81,8 @@ class Choices(Generic[Declared]):
         The error does not name the key.
         """
         declared = self._find(name)
-        if name in self.built_in:
-            return
-        inputs = _small_inputs(declared)
-        try:
-            returned = declared.compute(inputs)
-        except (Exception, SystemExit) as error:
-            reason = describe_failure(error, _file_of(name))
-            if "NoneType" in reason:
-                reason += (
-                    "; an input that takes work is None unless the file declares "
-                    f"{type(declared).__name__}(function, needs=...)"
-                )
-            raise ValueError(f"a call with small inputs fails: {reason}") from error
-        _check_result(declared, inputs, returned)
-
-
-POLICY_LOSS_CHOICES = Choices("actor.loss", POLICY_LOSSES, (PolicyLoss,))
-ESTIMATOR_CHOICES = Choices("adv.estimator", ADVANTAGE_ESTIMATORS, (Estimator,))
-PREFERENCE_LOSS_CHOICES = Choices("dpo.loss", PREFERENCE_LOSSES, (PreferenceLoss, UnpairedLoss))
-CHOICES: dict[str, Choices[Any]] = {  # by the config key
-    choices.key: choices
-    for choices in (POLICY_LOSS_CHOICES, ESTIMATOR_CHOICES, PREFERENCE_LOSS_CHOICES)
-}
-find_policy_loss = POLICY_LOSS_CHOICES.find
-find_estimator = ESTIMATOR_CHOICES.find
-find_preference_loss = PREFERENCE_LOSS_CHOICES.find
+        if name not in self.built_in:
+            self.trial(declared, _file_of(name))
 
 
 def forget_files() -> None:
@@ -123,111 +99,105 @@ def _file_of(name: str) -> Path:
     return Path(name.rpartition(":")[0]).expanduser().resolve()
 
 
-def _small_inputs(declared: Declaration) -> Any:
-    """The inputs of a call: two prompts with two answers each, the second two of equal rewards.
+# The rows of a trial: two prompts with two answers each, the second two of equal rewards. Inputs
+# that the function does not need are None.
+REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])
+GROUP = torch.tensor([0, 0, 1, 1])
+TRAJECTORY = torch.arange(4)
+MASK = torch.tensor([[0.0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]])
+LOGPS = -0.1 * (1 + torch.arange(16) % 7).view(4, 4) * MASK
 
-    Those that the function does not need are None. Log-probabilities have a gradient.
-    """
+
+def _try_estimator(declared: Estimator, file: Path) -> None:
     needs = declared.needs
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    mask = torch.tensor([[0.0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]])
-    logps = -0.1 * (1 + torch.arange(16) % 7).view(4, 4) * mask
-    rows: dict[str, Any] = {
-        "group": torch.tensor([0, 0, 1, 1]),
-        "trajectory": torch.arange(4),
-        "mask": mask,
-    }
-    if isinstance(declared, Estimator):
-        return AdvantageInputs(
-            rewards=rewards[:, None] * mask,
-            **rows,
-            gamma=1.0,
-            lamda=1.0,
-            norm_var=True,
-            reward_parts={"reward": RewardPart(rewards, 1.0)},
-            values=0.3 * mask if "values" in needs else None,
-            old_logps=logps if "old_logps" in needs else None,
-            teacher_logps=2 * logps if "teacher_logps" in needs else None,
-        )
-    if isinstance(declared, PolicyLoss):
-        return PolicyInputs(
-            logps=logps.clone().requires_grad_(),
-            old_logps=2 * logps,
-            engine_logps=2 * logps,
-            advantages=torch.tensor([0.5, -0.5, 0, 0])[:, None] * mask,
-            **rows,
-            clip=0.2,
-            clip_high=0.2,
-            ref_logps=3 * logps if "ref_logps" in needs else None,
-            ages=mask if "ages" in needs else None,
-        )
-    totals = logps.sum(1).requires_grad_()
-    gains = totals + 0.2 if "ref_logps" in needs else None
-    lengths = mask.sum(1)
-    if isinstance(declared, UnpairedLoss):
-        return UnpairedInputs(
-            logps=totals,
-            length=lengths,
-            label=rewards > 0,
-            beta=0.1,
-            desirable_weight=1.0,
-            undesirable_weight=1.0,
-            gain=gains,
-            reference_point=0.2 * rewards if "reference_point" in needs else None,
-        )
-    return PreferenceInputs(
-        chosen_logps=totals[::2],
-        rejected_logps=totals[1::2],
-        chosen_length=lengths[::2],
-        rejected_length=lengths[1::2],
-        beta=0.1,
-        label_smoothing=0.0,
-        target_margin=0.0,
-        chosen_gain=None if gains is None else gains[::2],
-        rejected_gain=None if gains is None else gains[1::2],
+    inputs = AdvantageInputs(
+        rewards=REWARDS[:, None] * MASK,
+        mask=MASK,
+        group=GROUP,
+        trajectory=TRAJECTORY,
+        gamma=1.0,
+        lamda=1.0,
+        norm_var=True,
+        reward_parts={"reward": RewardPart(REWARDS, 1.0)},
+        values=0.3 * MASK if "values" in needs else None,
+        old_logps=LOGPS if "old_logps" in needs else None,
+        teacher_logps=2 * LOGPS if "teacher_logps" in needs else None,
     )
+    advantages = _call(declared, inputs, file)
+    wanted = "finite advantages [B, T]"
+    if "values" in needs:
+        wanted = "(advantages, returns), both finite [B, T]: the critic learns the returns"
+        advantages, returns = _pair(advantages, wanted)
+        _check_tensor("returns", returns, MASK, wanted)
+    _check_tensor("advantages", advantages, MASK, wanted)
 
 
-def _check_result(declared: Declaration, x: Any, returned: Any) -> None:
-    """ValueError, with what to return, unless the function has returned that for the inputs `x`."""
-    if isinstance(declared, Estimator):
-        if "values" in declared.needs:
-            wanted = "(advantages, returns), both finite [B, T]: the critic learns the returns"
-            advantages, returns = _pair(returned, wanted)
-            _check_tensor("returns", returns, x.mask, wanted)
-        else:
-            wanted, advantages = "finite advantages [B, T]", returned
-        _check_tensor("advantages", advantages, x.mask, wanted)
-        return
-    losses: Any = returned
-    metrics: Any = {}
-    wanted = "the loss of each pair [P], or of each labelled reply [R]"
-    if isinstance(declared, PolicyLoss):
-        wanted = "(losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
-        losses, metrics = _pair(returned, wanted)
-        if not isinstance(metrics, dict):
-            raise ValueError(
-                f"it returned metrics of type {type(metrics).__name__}: return {wanted}"
-            )
-    like = x.chosen_logps if isinstance(x, PreferenceInputs) else x.logps
-    _check_tensor("losses", losses, like, wanted)
+def _try_policy_loss(declared: PolicyLoss, file: Path) -> None:
+    inputs = PolicyInputs(
+        logps=LOGPS.clone().requires_grad_(),
+        old_logps=2 * LOGPS,
+        engine_logps=2 * LOGPS,
+        advantages=torch.tensor([0.5, -0.5, 0, 0])[:, None] * MASK,
+        mask=MASK,
+        group=GROUP,
+        trajectory=TRAJECTORY,
+        clip=0.2,
+        clip_high=0.2,
+        ref_logps=3 * LOGPS if "ref_logps" in declared.needs else None,
+        ages=MASK if "ages" in declared.needs else None,
+    )
+    wanted = "(losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
+    losses, metrics = _pair(_call(declared, inputs, file), wanted)
+    if not isinstance(metrics, dict):
+        raise ValueError(f"it returned metrics of type {type(metrics).__name__}: return {wanted}")
     if "loss" in metrics:
         raise ValueError("choose another name for the metric 'loss', which rl2 logs itself")
     for name, values in metrics.items():
-        _check_tensor(f"the metric {name}", values, like, wanted)
-    if not losses.requires_grad:
-        raise ValueError("its losses have no gradient: they have to depend on the logps")
-    [gradient] = torch.autograd.grad(losses.sum(), like, materialize_grads=True)
-    if not gradient.isfinite().all():
-        raise ValueError(
-            "its gradient is not finite, such as that of a root at 0, also where the mask is 0"
-        )
-    vanishes = isinstance(declared, PolicyLoss) and declared.vanishes_without_advantage
-    if vanishes and gradient[(x.advantages == 0) & (x.mask > 0)].any():
+        _check_tensor(f"the metric {name}", values, MASK, wanted)
+    _check_tensor("losses", losses, MASK, wanted)
+    gradient = _finite_gradient(losses, inputs.logps)
+    has_no_advantage = (inputs.advantages == 0) & (MASK > 0)
+    if declared.vanishes_without_advantage and gradient[has_no_advantage].any():
         raise ValueError(
             "it has a gradient in tokens of advantage 0, so do not declare "
             "vanishes_without_advantage: rows of such tokens would not be trained"
         )
+
+
+def _try_preference_loss(declared: PreferenceLoss, file: Path) -> None:
+    logps = LOGPS.sum(1).requires_grad_()
+    inputs = PreferenceInputs(
+        logps=logps,
+        lengths=MASK.sum(1),
+        beta=0.1,
+        label_smoothing=0.0,
+        target_margin=0.0,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        labels=None if declared.in_pairs else REWARDS > 0,
+        gains=logps + 0.2 if "ref_logps" in declared.needs else None,
+        reference_point=0.2 * REWARDS if "reference_point" in declared.needs else None,
+    )
+    losses = _call(declared, inputs, file)
+    like = logps[::2] if declared.in_pairs else logps
+    _check_tensor(
+        "losses", losses, like, "the loss of each pair [P], or of each labelled reply [R]"
+    )
+    _finite_gradient(losses, logps)
+
+
+def _call(declared: Declaration, inputs: object, file: Path) -> Any:
+    try:
+        return declared.compute(inputs)
+    except (Exception, SystemExit) as error:
+        reason = describe_failure(error, file)
+        if "NoneType" in reason:
+            kind = type(declared).__name__
+            reason += (
+                "; an input that takes work is None unless the file declares "
+                f"{kind}(function, needs=...)"
+            )
+        raise ValueError(f"a call with small inputs fails: {reason}") from error
 
 
 def _pair(returned: object, wanted: str) -> tuple[Any, Any]:
@@ -237,11 +207,37 @@ def _pair(returned: object, wanted: str) -> tuple[Any, Any]:
 
 
 def _check_tensor(what: str, values: object, like: Tensor, wanted: str) -> None:
-    found = f"of type {type(values).__name__}"
-    if isinstance(values, Tensor):
-        if values.shape == like.shape and values.isfinite().all():
-            return
+    if not isinstance(values, Tensor):
+        found = f"of type {type(values).__name__}"
+    elif values.shape != like.shape:
         found = f"of shape {list(values.shape)} for inputs of shape {list(like.shape)}"
-        if values.shape == like.shape:
-            found = "that are not finite"
+    elif not values.isfinite().all():
+        found = "that are not finite"
+    else:
+        return
     raise ValueError(f"it returned {what} {found}: return {wanted}")
+
+
+def _finite_gradient(losses: Tensor, logps: Tensor) -> Tensor:
+    if not losses.requires_grad:
+        raise ValueError("its losses have no gradient: they have to depend on the logps")
+    [gradient] = torch.autograd.grad(losses.sum(), logps, materialize_grads=True)
+    if not gradient.isfinite().all():
+        raise ValueError(
+            "its gradient is not finite, such as that of a root at 0, also where the mask is 0"
+        )
+    return gradient
+
+
+POLICY_LOSS_CHOICES = Choices("actor.loss", POLICY_LOSSES, PolicyLoss, _try_policy_loss)
+ESTIMATOR_CHOICES = Choices("adv.estimator", ADVANTAGE_ESTIMATORS, Estimator, _try_estimator)
+PREFERENCE_LOSS_CHOICES = Choices(
+    "dpo.loss", PREFERENCE_LOSSES, PreferenceLoss, _try_preference_loss
+)
+CHOICES: dict[str, Choices[Any]] = {  # by the config key
+    choices.key: choices
+    for choices in (POLICY_LOSS_CHOICES, ESTIMATOR_CHOICES, PREFERENCE_LOSS_CHOICES)
+}
+find_policy_loss = POLICY_LOSS_CHOICES.find
+find_estimator = ESTIMATOR_CHOICES.find
+find_preference_loss = PREFERENCE_LOSS_CHOICES.find

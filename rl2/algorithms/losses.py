@@ -411,53 +411,74 @@ def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """The input of a preference loss: P pairs of a chosen and a rejected reply.
+    """The input of a preference loss: R replies. Of P pairs, each rejected one follows the chosen.
 
     Log-probabilities are sums over the tokens of a reply.
     """
 
-    chosen_logps: Tensor  # [P] the policy's, with a gradient
-    rejected_logps: Tensor  # [P]
-    chosen_length: Tensor  # [P] float32, the tokens of the reply
-    rejected_length: Tensor  # [P]
+    logps: Tensor  # [R] the policy's, with a gradient
+    lengths: Tensor  # [R] float32, the tokens of the reply
     beta: float  # this and the following are the settings dpo.* of the config
     label_smoothing: float
     target_margin: float
-    # [P] logp - ref_logp, with a gradient; None if the loss declares that it needs no reference.
-    chosen_gain: Tensor | None = None
-    rejected_gain: Tensor | None = None
+    desirable_weight: float
+    undesirable_weight: float
+    labels: Tensor | None = None  # [R] bool, whether the reply is desirable; None of pairs
+    # The columns below are there if the loss declares that it needs them.
+    gains: Tensor | None = None  # [R] logp - ref_logp, with a gradient
+    # [R] the estimate of KL(policy || reference) of `reference_point`, the same for all replies of
+    # a step
+    reference_point: Tensor | None = None
+
+    @cached_property
+    def chosen_gain(self) -> Tensor:
+        """[P]"""
+        assert self.gains is not None
+        return self.gains[::2]
+
+    @cached_property
+    def rejected_gain(self) -> Tensor:
+        """[P]"""
+        assert self.gains is not None
+        return self.gains[1::2]
 
     @cached_property
     def margin(self) -> Tensor:
         """[P] chosen_gain - rejected_gain."""
-        assert self.chosen_gain is not None and self.rejected_gain is not None
         return self.chosen_gain - self.rejected_gain
 
     @cached_property
     def mean_margin(self) -> Tensor:
         """[P] the same of the means over the tokens of a reply."""
-        assert self.chosen_gain is not None and self.rejected_gain is not None
-        return self.chosen_gain / self.chosen_length - self.rejected_gain / self.rejected_length
+        return self.chosen_gain / self.lengths[::2] - self.rejected_gain / self.lengths[1::2]
 
     @cached_property
     def chosen_mean_logp(self) -> Tensor:
         """[P] the mean over the tokens of the chosen reply."""
-        return self.chosen_logps / self.chosen_length
+        return self.logps[::2] / self.lengths[::2]
 
     @cached_property
     def rejected_mean_logp(self) -> Tensor:
         """[P] the mean over the tokens of the rejected reply."""
-        return self.rejected_logps / self.rejected_length
+        return self.logps[1::2] / self.lengths[1::2]
 
 
 @dataclass(frozen=True)
 class PreferenceLoss(Declaration):
     """Declares a preference loss. The user may always set beta, which metrics use too."""
 
-    compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P]
-    settings: tuple[str, ...] = ("beta", "label_smoothing", "target_margin")
-    needs: tuple[str, ...] = ("ref_logps",)  # without it, no reference model is loaded
-    all_needs = ("ref_logps",)
+    compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P] or of each reply [R]
+    settings: tuple[str, ...] = (
+        "beta",
+        "label_smoothing",
+        "target_margin",
+        "desirable_weight",
+        "undesirable_weight",
+    )
+    # Each loads a reference model. "reference_point" also scores mismatched replies in each step.
+    needs: tuple[str, ...] = ("ref_logps",)
+    all_needs = ("ref_logps", "reference_point")
+    in_pairs: bool = True  # else the rows are single replies with labels
 
 
 def sigmoid(x: PreferenceInputs) -> Tensor:
@@ -504,107 +525,32 @@ def log_odds(logp: Tensor) -> Tensor:
     return logp - torch.log(-torch.expm1(logp.clamp(max=-1e-6)))
 
 
-@dataclass(frozen=True)
-class UnpairedInputs:
-    """The input of a loss of labelled replies: R replies, to which no other one need be compared.
-
-    Log-probabilities are sums over the tokens of a reply.
-    """
-
-    logps: Tensor  # [R] the policy's, with a gradient
-    length: Tensor  # [R] float32, the tokens of the reply
-    label: Tensor  # [R] bool, whether the reply is desirable
-    beta: float  # this and the following are the settings dpo.* of the config
-    desirable_weight: float
-    undesirable_weight: float
-    # [R] logp - ref_logp, with a gradient; None if the loss declares that it needs no reference.
-    gain: Tensor | None = None
-    # [R] the estimate of KL(policy || reference) of `reference_point`, the same for all replies of
-    # a step; None unless the loss declares that it needs it.
-    reference_point: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class UnpairedLoss(Declaration):
-    """Declares a loss of labelled replies. The user may always set beta, which metrics use too."""
-
-    compute: Callable[[UnpairedInputs], Tensor]  # the loss of each reply [R]
-    settings: tuple[str, ...] = ("beta", "desirable_weight", "undesirable_weight")
-    # Each loads a reference model. "reference_point" also scores mismatched replies in each step.
-    needs: tuple[str, ...] = ("ref_logps", "reference_point")
-    all_needs = ("ref_logps", "reference_point")
-
-
-def kto(x: UnpairedInputs) -> Tensor:
+def kto(x: PreferenceInputs) -> Tensor:
     """1 - sigmoid(beta (gain - z0)) of a desirable reply, 1 - sigmoid(beta (z0 - gain)) of another.
 
     KTO (arXiv:2402.01306), without the constant lambda - 1. z0 is `reference_point`, and the
     weights are its lambda_D and lambda_U.
     """
-    assert x.gain is not None and x.reference_point is not None
-    advantage = x.beta * (x.gain - x.reference_point)
+    assert x.labels is not None and x.gains is not None and x.reference_point is not None
+    advantage = x.beta * (x.gains - x.reference_point)
     desirable = x.desirable_weight * torch.sigmoid(-advantage)
     undesirable = x.undesirable_weight * torch.sigmoid(advantage)
-    return torch.where(x.label, desirable, undesirable)
+    return torch.where(x.labels, desirable, undesirable)
 
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss | UnpairedLoss] = {
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "sigmoid": PreferenceLoss(sigmoid, settings=("beta", "label_smoothing")),
     "ipo": PreferenceLoss(ipo, settings=("beta",)),
     "hinge": PreferenceLoss(hinge, settings=("beta",)),
     "simpo": PreferenceLoss(simpo, settings=("beta", "target_margin"), needs=()),
     "orpo": PreferenceLoss(orpo, settings=("beta",), needs=()),
-    "kto": UnpairedLoss(kto),
+    "kto": PreferenceLoss(
+        kto,
+        settings=("beta", "desirable_weight", "undesirable_weight"),
+        needs=("ref_logps", "reference_point"),
+        in_pairs=False,
+    ),
 }
-
-
-def dpo_loss(
-    pair_loss: Callable[[PreferenceInputs], Tensor],
-    logps: Tensor,
-    ref_logps: Tensor | None,
-    mask: Tensor,
-    weights: Tensor,
-    beta: float,
-    label_smoothing: float,
-    target_margin: float = 0.0,
-    sft_coef: float = 0.0,
-) -> LossAndMetrics:
-    """The weighted sum over pairs of the preference loss `pair_loss`, and its metrics.
-
-    `sft_coef` adds that many times the mean of -logp over the tokens of the chosen reply, which
-    keeps its probability from falling (RPO, arXiv:2404.19733; Llama 3, arXiv:2407.21783).
-
-    Metrics: those of `pair_metrics` for the rewards beta * sum(logp - ref_logp), and kl, the k3
-    estimate of KL(reference || policy) on the tokens of both replies, as though the reference had
-    written them. Without `ref_logps` the rewards are beta * mean(logp), and there is no kl. With
-    sft_coef, chosen_loss is the mean that it weighs.
-    """
-    lengths = mask.sum(1).clamp(min=1)
-    totals = masked(mask, logps).sum(1)
-    if ref_logps is None:
-        gains = None
-        weights_of_pairs, metrics = pair_metrics(beta * totals / lengths, weights)
-    else:
-        # A sum of differences: a difference of the sums of long replies would be less precise.
-        gains = masked(mask, logps - ref_logps.detach()).sum(1)
-        weights_of_pairs, metrics = pair_metrics(beta * gains, weights)
-        metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
-    inputs = PreferenceInputs(
-        chosen_logps=totals[::2],
-        rejected_logps=totals[1::2],
-        chosen_length=lengths[::2],
-        rejected_length=lengths[1::2],
-        beta=beta,
-        label_smoothing=label_smoothing,
-        target_margin=target_margin,
-        chosen_gain=None if gains is None else gains[::2],
-        rejected_gain=None if gains is None else gains[1::2],
-    )
-    losses = pair_loss(inputs)
-    if sft_coef:
-        metrics["chosen_loss"] = (-inputs.chosen_mean_logp * weights_of_pairs).sum().detach()
-        losses = losses - sft_coef * inputs.chosen_mean_logp
-    return (losses * weights_of_pairs).sum(), metrics
 
 
 def reference_point(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -614,58 +560,6 @@ def reference_point(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
     KL(policy || reference), with a bias that its authors accept to spare the sampling of replies.
     """
     return masked(mask, logps - ref_logps).sum(1).mean().clamp(min=0).detach()
-
-
-def unpaired_loss(
-    reply_loss: Callable[[UnpairedInputs], Tensor],
-    logps: Tensor,
-    ref_logps: Tensor | None,
-    mask: Tensor,
-    weights: Tensor,
-    label: Tensor,
-    reference_point: Tensor | None,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> LossAndMetrics:
-    """The weighted sum over rows of the loss `reply_loss` of labelled replies, and its metrics.
-
-    `label` [B] is 1 for desirable replies; `reference_point` [B] is the same in all rows.
-
-    Metrics: reward, the mean of beta * (sum(logp - ref_logp) - z0); margin, the same with its sign
-    turned for undesirable replies; accuracy, the fraction of replies in which that is above 0; kl,
-    as in `dpo_loss`; reference_point, z0. Without `ref_logps` the rewards are beta * mean(logp);
-    without `reference_point`, z0 is 0 and not logged.
-    """
-    lengths = mask.sum(1).clamp(min=1)
-    totals = masked(mask, logps).sum(1)
-    is_desirable = label > 0
-    row_weights = weights.sum(1)
-    gains = None
-    rewards = beta * totals / lengths
-    if ref_logps is not None:
-        gains = masked(mask, logps - ref_logps.detach()).sum(1)
-        rewards = beta * gains
-    if reference_point is not None:
-        rewards = rewards - beta * reference_point
-    margins = torch.where(is_desirable, rewards, -rewards)
-    metrics = {"accuracy": margins > 0, "margin": margins, "reward": rewards}
-    if reference_point is not None:
-        metrics["reference_point"] = reference_point
-    metrics = weighted_sums(metrics, row_weights)
-    if ref_logps is not None:
-        metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
-    inputs = UnpairedInputs(
-        logps=totals,
-        length=lengths,
-        label=is_desirable,
-        beta=beta,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        gain=gains,
-        reference_point=reference_point,
-    )
-    return (reply_loss(inputs) * row_weights).sum(), metrics
 
 
 def reward_loss(values: Tensor, weights: Tensor, pair_margin: Tensor) -> LossAndMetrics:
@@ -698,3 +592,15 @@ def pair_metrics(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
         "rejected_reward": rejected,
     }
     return pair_weights, weighted_sums(metrics, pair_weights)
+
+
+def label_metrics(rewards: Tensor, weights: Tensor, is_desirable: Tensor) -> tuple[Tensor, Metrics]:
+    """The weights [B] of labelled replies, and metrics of their rewards [B].
+
+    reward: the mean; margin: the same with the sign turned for undesirable replies; accuracy: the
+    fraction of replies in which that is above 0.
+    """
+    row_weights = weights.sum(1)
+    margins = torch.where(is_desirable, rewards, -rewards)
+    metrics = {"accuracy": margins > 0, "margin": margins, "reward": rewards}
+    return row_weights, weighted_sums(metrics, row_weights)

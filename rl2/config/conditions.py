@@ -4,7 +4,6 @@ from enum import Enum, auto
 from typing import Any
 
 from rl2.algorithms.find import CHOICES
-from rl2.algorithms.losses import UnpairedLoss
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_names
@@ -93,7 +92,7 @@ def compares_pairs(config: Config) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
     if not isinstance(config, DPOConfig):
         return isinstance(config, RMConfig)
-    return not isinstance(_declared("dpo.loss", config.dpo.loss), UnpairedLoss)
+    return bool(_declared("dpo.loss", config.dpo.loss).in_pairs)
 
 
 def needs_reference_point(loss: str) -> bool:

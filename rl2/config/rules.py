@@ -199,7 +199,7 @@ def explain_setting(config: Config, name: str) -> str:
     section, _, setting = name.rpartition(".")
     for key, functions in CHOICES.items():
         is_of_section = key.startswith(f"{section}.")
-        if not is_of_section or not any(setting in kind.settings for kind in functions.kinds):
+        if not is_of_section or setting not in functions.kind.settings:
             continue
         used = functions.look_up(get_value(config, key)).settings
         is_default = (

@@ -232,7 +232,7 @@ def full_batch(
     batch.token_weights = batch.mask.float()
     batch.trajectory = torch.arange(count)
     batch.group = batch.trajectory // row_multiple
-    batch.pair_margin = torch.zeros(count)
+    batch.pair_margin = batch.label = batch.reference_point = torch.zeros(count)
     return batch
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_preference_loss
-from rl2.algorithms.losses import UnpairedLoss
 from rl2.batch import Batch, Sample, collate, scored_spans
 from rl2.config.conditions import compares_pairs, needs_reference_point
 from rl2.config.schema import DPOConfig, DPOLossConfig
@@ -58,27 +57,55 @@ def train(run: OfflineRun) -> None:
 def preference_loss(
     config: DPOLossConfig, batch: Batch, scores: TokenScores
 ) -> losses.LossAndMetrics:
-    """The loss on whole sequences [b, T]. In pairs the rejected reply follows the chosen one."""
+    """The loss on whole sequences [b, T]. In pairs the rejected reply follows the chosen one.
+
+    Metrics: those of `pair_metrics` or `label_metrics` for the rewards beta * sum(logp - ref_logp),
+    of single replies less beta * z0, the `reference_point`, which is logged too; kl, the k3
+    estimate of KL(reference || policy) on the tokens of the replies, as though the reference had
+    written them. Without a reference the rewards are beta * mean(logp), and there is no kl.
+    chosen_loss is the mean of -logp over the tokens of the chosen reply, which sft_coef weighs.
+    """
     declared = find_preference_loss(config.loss)
-    columns = (scores.logps, batch.ref_logps, batch.mask, batch.token_weights)
-    if isinstance(declared, UnpairedLoss):
-        return losses.unpaired_loss(
-            declared.compute,
-            *columns,
-            label=batch.label,
-            reference_point=batch.reference_point,
-            beta=config.beta,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        )
-    return losses.dpo_loss(
-        declared.compute,
-        *columns,
+    logps, ref_logps, weights = scores.logps, batch.ref_logps, batch.token_weights
+    totals = losses.masked(batch.mask, logps).sum(1)
+    lengths = batch.mask.sum(1).clamp(min=1)
+    gains = labels = None
+    rewards = config.beta * totals / lengths
+    if ref_logps is not None:
+        # A sum of differences: a difference of the sums of long replies would be less precise.
+        gains = losses.masked(batch.mask, logps - ref_logps).sum(1)
+        rewards = config.beta * gains
+    if declared.in_pairs:
+        loss_weights, metrics = losses.pair_metrics(rewards, weights)
+    else:
+        labels = batch.label > 0
+        z0 = batch.reference_point
+        if z0 is None:
+            z0 = torch.zeros_like(rewards)
+        loss_weights, metrics = losses.label_metrics(rewards - config.beta * z0, weights, labels)
+        metrics["reference_point"] = (z0 * loss_weights).sum()
+    if ref_logps is not None:
+        kl = losses.kl_estimate(ref_logps, logps.detach(), "k3")
+        metrics["kl"] = (kl * weights).sum()
+    inputs = losses.PreferenceInputs(
+        logps=totals,
+        lengths=lengths,
         beta=config.beta,
         label_smoothing=config.label_smoothing,
         target_margin=config.target_margin,
-        sft_coef=config.sft_coef,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
+        labels=labels,
+        gains=gains,
+        reference_point=batch.reference_point,
     )
+    loss = declared.compute(inputs)
+    if config.sft_coef:
+        # Keeps the probability of the chosen reply from falling (RPO, arXiv:2404.19733; Llama 3,
+        # arXiv:2407.21783).
+        metrics["chosen_loss"] = (-inputs.chosen_mean_logp * loss_weights).sum().detach()
+        loss = loss - config.sft_coef * inputs.chosen_mean_logp
+    return (loss * loss_weights).sum(), metrics
 
 
 def needs_reference(config: DPOLossConfig) -> bool:
