@@ -3,12 +3,12 @@
 Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,22 +165,14 @@ def _place_units(units: list[Bin], num_bins: int, budget: int) -> list[Bin] | No
     Returns the bins, the costliest first. None if there is no room for some unit.
     """
     bins = [Bin() for _ in range(num_bins)]
-    by_cost = [(0.0, i) for i in range(num_bins)]
-    # Bins that had no room for a unit wait here until one comes for which they have.
-    by_tokens: list[tuple[int, int]] = []
+    costs, tokens = np.zeros(num_bins), np.zeros(num_bins)
     for unit in units:
-        most_tokens = budget - unit.tokens
-        while by_tokens and by_tokens[0][0] <= most_tokens:
-            _, i = heapq.heappop(by_tokens)
-            heapq.heappush(by_cost, (bins[i].cost, i))
-        while by_cost and bins[by_cost[0][1]].tokens > most_tokens:
-            _, i = heapq.heappop(by_cost)
-            heapq.heappush(by_tokens, (bins[i].tokens, i))
-        if not by_cost:
+        has_room = tokens + unit.tokens <= budget
+        if not has_room.any():
             return None
-        i = by_cost[0][1]
+        i = int(np.where(has_room, costs, np.inf).argmin())
         bins[i].add(unit)
-        heapq.heapreplace(by_cost, (bins[i].cost, i))
+        costs[i], tokens[i] = bins[i].cost, bins[i].tokens
     return sorted(bins, key=lambda bin_: -bin_.cost)
 
 

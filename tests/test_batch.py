@@ -156,24 +156,10 @@ def test_zigzag_follows_its_definition_and_balances_causal_attention():
             assert torch.equal(part.positions[0], expected)
 
 
-def place_by_definition(units, num_bins, budget):
-    """What `_place_units` promises, without its heaps: all bins are looked at for each unit."""
-    bins = [packing.Bin() for _ in range(num_bins)]
-    for unit in units:
-        with_room = [bin_ for bin_ in bins if bin_.tokens + unit.tokens <= budget]
-        if not with_room:
-            return None
-        cheapest = min(with_room, key=lambda bin_: bin_.cost)
-        cheapest.cost += unit.cost
-        cheapest.tokens += unit.tokens
-        cheapest.rows += unit.rows
-    return sorted(bins, key=lambda bin_: -bin_.cost)
-
-
 def fill_by_definition(units, num_ranks, budget, kind):
     """What `_fill_bins` promises: one more micro-batch is tried until all units have room."""
     units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
-    tries = (place_by_definition(units, n * num_ranks, budget) for n in count(1))
+    tries = (packing._place_units(units, n * num_ranks, budget) for n in count(1))
     return next(bins for bins in tries if bins is not None)
 
 
@@ -333,8 +319,10 @@ def test_groups_are_split_only_if_that_is_faster():
 
 
 def test_attention_counts_in_the_balance_of_the_ranks():
-    """A sequence of n tokens costs n + n^2 / 10: one of 100 more than all the others."""
-    batch = collate([make_sample(1, n, i, i) for i, n in enumerate([100, 60, 60, 20])])
-    (by_tokens,) = plan_micro_batches(batch, 1000, 2)
-    assert sorted(by_tokens) == [[0, 3], [1, 2]]
+    """A sequence of n tokens costs n + n^2 / 10: one of 100 more than all the others.
+
+    The costliest rows come first.
+    """
+    batch = collate([make_sample(1, n, i, i) for i, n in enumerate([100, 60, 60, 10])])
+    assert plan_micro_batches(batch, 1000, 2) == [[[1, 2], [0, 3]]]
     assert plan_micro_batches(batch, 1000, 2, attention_cost=0.1) == [[[0], [1, 2, 3]]]
