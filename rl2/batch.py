@@ -6,32 +6,18 @@ makes packs. Shapes: B sequences, T columns of the longest one, L packed tokens,
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(init=False)
 class Sample:
     """One training sequence of n tokens, in 13 bytes a token without experts.
 
     A trajectory is one or several of them.
     """
-
-    tokens: "array[int]"  # [n] int32
-    mask: "array[int]"  # [n] int8, 1 = sampled by the policy, so trained
-    logps: "array[float]"  # [n] float32, the engine's of each sampled token, 0 elsewhere
-    rewards: "array[float]"  # [n] float32, the reward, at the token that earned it
-    group: int  # the number of the prompt that it answers
-    trajectory: int  # the sequences of one trajectory are in order of time
-    # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
-    candidate_counts: "array[int]"  # [up to n] int32, of each token, 0 = the whole vocabulary
-    candidate_ids: "array[int]"  # [sum of the counts] int32
-    # With actor.routing_replay: int16 parts of [up to n - 1, routers, choices], which experts the
-    # engine sent each token to, in the order of the tokens. Else empty.
-    experts: list[np.ndarray]
 
     def __init__(
         self,
@@ -46,14 +32,18 @@ class Sample:
         experts: Iterable[np.ndarray] = (),
     ):
         """Copies the columns into typed arrays."""
-        self.tokens = array("i", tokens)
-        self.mask = array("b", mask)
-        self.logps = array("f", logps)
-        self.rewards = array("f", rewards)
-        self.group = group
-        self.trajectory = trajectory
+        self.tokens = array("i", tokens)  # [n] int32
+        self.mask = array("b", mask)  # [n] int8, 1 = sampled by the policy, so trained
+        self.logps = array("f", logps)  # [n] float32, the engine's if sampled, 0 elsewhere
+        self.rewards = array("f", rewards)  # [n] float32, at the token that earned it
+        self.group = group  # the number of the prompt that it answers
+        self.trajectory = trajectory  # the sequences of one trajectory are in order of time
+        # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
+        # [up to n] int32, of each token, 0 = the whole vocabulary
         self.candidate_counts = array("i", candidate_counts)
-        self.candidate_ids = array("i", candidate_ids)
+        self.candidate_ids = array("i", candidate_ids)  # [sum of the counts] int32
+        # With actor.routing_replay: int16 parts of [up to n - 1, routers, choices], which experts
+        # the engine sent each token to, in the order of the tokens. Else empty.
         self.experts = list(experts)
 
 
@@ -70,17 +60,6 @@ class Candidates:
     def __getitem__(self, rows: Tensor | Sequence[int]) -> "Candidates":
         """Those of these rows only, in this order."""
         return Candidates(self.counts[rows], _pick(self.ids, rows))
-
-
-@dataclass
-class Experts:
-    """Which experts of each router compute each token, as the engine chose them."""
-
-    rows: list[Tensor]  # [end, routers, choices] int16 of each row, see `scored_spans`
-
-    def __getitem__(self, rows: Tensor | Sequence[int]) -> "Experts":
-        """Those of these rows only, in this order."""
-        return Experts(_pick(self.rows, rows))
 
 
 def _pick(values: list[Tensor], rows: Tensor | Sequence[int]) -> list[Tensor]:
@@ -115,7 +94,9 @@ class Batch:
     label: Tensor | None = None  # [B] 1 = a desirable reply, 0 = an undesirable one
     reference_point: Tensor | None = None  # [B] KTO's estimate of the KL, the same in all rows
     candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
-    experts: Experts | None = None  # None: the routers of the model choose
+    # [end, routers, choices] int16 of each row, see `scored_spans`: the experts that each router of
+    # the engine chose for each token. None: those of the model choose.
+    experts: list[Tensor] | None = None
 
     @property
     def inputs(self) -> Tensor:
@@ -129,9 +110,12 @@ class Batch:
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """The batch of these rows only, in this order."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        columns = dict(vars(self))
         for name, column in columns.items():
-            columns[name] = None if column is None else column[rows]
+            if isinstance(column, list):
+                columns[name] = _pick(column, rows)
+            elif column is not None:
+                columns[name] = column[rows]
         return Batch(**columns)
 
 
@@ -158,7 +142,7 @@ class Pack:
     columns: Tensor  # [P] int64
     candidate_counts: Tensor | None = None  # [P] int32, see `Candidates`
     candidate_ids: Tensor | None = None  # [sum of the counts] int32
-    experts: Tensor | None = None  # [L, routers, choices] int16, see `Experts`
+    experts: Tensor | None = None  # [L, routers, choices] int16, see `Batch`
     chunks: list[list[tuple[int, int]]] | None = None  # lengths [process][segment], see `zigzag`
 
 
@@ -183,7 +167,7 @@ def collate(samples: list[Sample]) -> Batch:
     if parts:
         none = parts[0][:0]  # of a sample without a generated token, which is not run
         rows = [np.concatenate([none, *sample.experts]) for sample in samples]
-        experts = Experts([torch.from_numpy(row) for row in rows])
+        experts = [torch.from_numpy(row) for row in rows]
     return Batch(
         tokens=column("tokens", torch.int32, first=0),
         mask=column("mask", torch.int8),

@@ -207,7 +207,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         prompt_start = cu_seqlens[-1]
         add_segment(batch.inputs[group[0], :prompt], 0)
         if batch.experts is not None:  # of a shared prompt: those of the first answer
-            experts.append(batch.experts.rows[group[0]][:prompt])
+            experts.append(batch.experts[group[0]][:prompt])
         first_answer = len(tokens)
         for row in group:
             end = spans[row][1]
@@ -215,7 +215,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             if end > prompt:
                 add_segment(batch.inputs[row, prompt:end], prompt)
                 if batch.experts is not None:
-                    experts.append(batch.experts.rows[row][prompt:end])
+                    experts.append(batch.experts[row][prompt:end])
             scored = batch.mask[row].nonzero().squeeze(1)
             pairs.append(
                 (

@@ -41,7 +41,6 @@ def test_a_sample_has_thirteen_bytes_a_token():
     columns = (sample.tokens, sample.mask, sample.logps, sample.rewards)
     assert sum(column.itemsize for column in columns) == 13
     assert len(pickle.dumps(sample)) < 13.1 * 9000
-    assert pickle.loads(pickle.dumps(sample)) == sample
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -33,7 +33,7 @@ from parity import (
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl2.batch import Experts, scored_spans
+from rl2.batch import scored_spans
 from rl2.config.rules import wrong_engine
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
@@ -96,7 +96,7 @@ def make_routed_batch():
     for row, (_, end) in enumerate(scored_spans(batch)):
         tokens = batch.inputs[row, :end].long()
         rows.append(table[tokens, torch.arange(end) % 7])
-    batch.experts = Experts(rows)
+    batch.experts = rows
     return batch
 
 
@@ -138,7 +138,7 @@ def update_by_hand(name, family):
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     batch = make_routed_batch()
     logps = torch.zeros(batch.mask.shape)
-    for row, experts in enumerate(batch.experts.rows):
+    for row, experts in enumerate(batch.experts):
         for index, (router, _) in enumerate(find_logit_routers(hf)):
             chosen = experts[:, index].long()
             router.forward = lambda hidden, router=router, chosen=chosen: route_by_hand(
