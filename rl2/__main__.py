@@ -70,8 +70,8 @@ def main() -> None:
     if name in ("-V", "--version"):
         print(describe_version())
         return
-    options = (word.partition("=")[0] for word in arguments)
-    for used in (f"rl2 {name}", *(f"rl2 {name} {option}" for option in options)):
+    options = [word.partition("=")[0] for word in arguments]
+    for used in [f"rl2 {name}"] + [f"rl2 {name} {option}" for option in options]:
         if dropped := explain_dropped(used):
             print(dropped, file=sys.stderr)
             sys.exit(2)
@@ -83,7 +83,7 @@ def main() -> None:
         )
         sys.exit(2)
     command = COMMANDS[name]
-    sys.argv = [f"rl2 {name}", *arguments]
+    sys.argv = [f"rl2 {name}"] + arguments
     if name in TRAINER_CONFIGS:
         answer_trainer(name)  # --help, before the import below, which takes seconds
     importlib.import_module(command.module).main()

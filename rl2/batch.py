@@ -166,7 +166,7 @@ def collate(samples: list[Sample]) -> Batch:
     parts = [part for sample in samples for part in sample.experts]
     if parts:
         none = parts[0][:0]  # of a sample without a generated token, which is not run
-        rows = [np.concatenate([none, *sample.experts]) for sample in samples]
+        rows = [np.concatenate([none] + sample.experts) for sample in samples]
         experts = [torch.from_numpy(row) for row in rows]
     return Batch(
         tokens=column("tokens", torch.int32, first=0),

@@ -23,6 +23,7 @@ from rl2.algorithms.find import forget_files
 from rl2.config.arguments import Arguments, take_keys
 from rl2.config.parse import make_config
 from rl2.config.problem import general_problem, refuse
+from rl2.config.schema import Config
 from rl2.python_inputs import Inputs
 from rl2.run.folder import AllStepsDone
 from rl2.run.signals import user_errors
@@ -59,7 +60,7 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
         _is_training.release()
 
 
-def train_job(start: Callable[[Any], None], config: Any) -> None:
+def train_job(start: Callable[[Any], None], config: Config) -> None:
     """Trains with the config, after and before other runs of this process: a job of --multirun."""
     if "RANK" in os.environ:
         advice = "start it without torchrun, or one torchrun for each value"
@@ -68,7 +69,7 @@ def train_job(start: Callable[[Any], None], config: Any) -> None:
         _start(start, config)
 
 
-def _start(start: Callable[[Any], None], config: Any) -> None:
+def _start(start: Callable[[Any], None], config: Config) -> None:
     with Watchdog(config.trainer.watchdog), suppress(AllStepsDone):
         start(config)
 

@@ -51,7 +51,7 @@ def read_examples(
     rows = read_rows(config, kind, problems)
     train, tests = make_examples(config, rows, kind, template, problems)
     assert train is not None
-    longest = max([train.longest, *(examples.longest for examples in tests.values())])
+    longest = max([train.longest] + [examples.longest for examples in tests.values()])
     check_length(config, longest, f"a row has {longest} tokens: lower data.max_length")
     return train, tests
 

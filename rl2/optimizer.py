@@ -3,13 +3,14 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
+from transformers import PreTrainedModel
 
 from rl2.parallel.mesh import all_reduce_sum_
 from rl2.parallel.offload import (
@@ -20,8 +21,6 @@ from rl2.parallel.offload import (
     zeros_like_all,
 )
 
-# A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
-ShardedParameter = Any
 ADAMW_EPS = 1e-8
 MUON_MOMENTUM = 0.95
 # Of Newton-Schulz iterations a X + b (X X^T) X + c (X X^T)^2 X, as in torch.optim.Muon.
@@ -38,7 +37,7 @@ class AdamW:
 
     def __init__(
         self,
-        parameters: dict[str, ShardedParameter],
+        parameters: dict[str, DTensor],
         weight_decay: float,
         in_host_memory: bool = False,
         betas: Sequence[float] = (0.9, 0.999),
@@ -88,9 +87,9 @@ class AdamW:
             maximize=False,
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The sharded state by the names that torch gives it in a checkpoint."""
-        entries: dict[str, Any] = {}
+        entries: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             wait_for_copies(parameter.device)
             entries[f"state.{name}.step"] = torch.tensor(float(self.num_steps))
@@ -98,7 +97,7 @@ class AdamW:
                 entries[f"state.{name}.{key}"] = as_sharded(shard_of[name], parameter)
         return entries
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` returned, in the same memory."""
         for key, entry in self.state_dict().items():
             entry.copy_(state[key])
@@ -120,7 +119,7 @@ class Muon:
 
     def __init__(
         self,
-        parameters: dict[str, ShardedParameter],
+        parameters: dict[str, DTensor],
         matrices: Collection[str],
         weight_decay: float,
         in_host_memory: bool = False,
@@ -154,7 +153,7 @@ class Muon:
             shard.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr * scale)
         self.adamw.step(lr)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The sharded state by the names that torch gives it in a checkpoint."""
         entries = self.adamw.state_dict()
         for name, parameter in self.matrices.items():
@@ -163,7 +162,7 @@ class Muon:
             entries[f"state.{name}.momentum_buffer"] = as_sharded(self.momentum[name], parameter)
         return entries
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` returned, in the same memory."""
         self.adamw.load_state_dict(state)
         for key, entry in self.state_dict().items():
@@ -171,7 +170,7 @@ class Muon:
                 entry.copy_(state[key])
 
 
-def hidden_matrices(hf: Any) -> set[str]:
+def hidden_matrices(hf: PreTrainedModel) -> set[str]:
     """Returns the names in `hf` of the weights that Muon may move.
 
     They are matrices, or stacks of matrices [experts, out, in], which map hidden states to hidden
@@ -179,7 +178,7 @@ def hidden_matrices(hf: Any) -> set[str]:
     """
     heads = [hf.get_output_embeddings(), getattr(hf, "score", None)]
     outer = [module for module in hf.modules() if isinstance(module, nn.Embedding)]
-    excluded = {id(module.weight) for module in (*outer, *heads) if module is not None}
+    excluded = {id(module.weight) for module in outer + heads if module is not None}
     names = set()
     for name, parameter in hf.named_parameters():
         is_matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1
@@ -207,7 +206,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-def own_part(full: Tensor, parameter: ShardedParameter) -> Tensor:
+def own_part(full: Tensor, parameter: DTensor) -> Tensor:
     """This process's part of the whole tensor, cut as the parameter is."""
     shape, offset = compute_local_shape_and_global_offset(
         full.shape, parameter.device_mesh, parameter.placements
@@ -235,7 +234,7 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str, floor: float
     return floor + (1 - floor) * factors[kind]
 
 
-def clip_gradient_(parameters: Iterable[ShardedParameter], max_norm: float) -> float:
+def clip_gradient_(parameters: Iterable[DTensor], max_norm: float) -> float:
     """Scales the gradient down to `max_norm`, in place. All processes must call.
 
     Returns its norm before that, over all parameters and all processes. A shard that several
@@ -254,7 +253,7 @@ def clip_gradient_(parameters: Iterable[ShardedParameter], max_norm: float) -> f
     return norm
 
 
-def _num_shards(parameter: ShardedParameter) -> int:
+def _num_shards(parameter: DTensor) -> int:
     """How many different parts the parameter is cut into."""
     mesh = parameter.device_mesh
     sharded_axes = [i for i, place in enumerate(parameter.placements) if not place.is_replicate()]

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
 
 from rl2.config.values import flatten
 
@@ -45,11 +44,11 @@ class InputFile:
 class Inputs:
     """Keys that Python code sets, and the files that other keys name."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # by key
+    values: dict[str, object] = field(default_factory=dict)  # by key
     files: list[InputFile] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)  # by key: what has set it
 
-    def set_keys(self, tree: Mapping[str, Any]) -> None:
+    def set_keys(self, tree: Mapping[str, object]) -> None:
         """Sets keys, "actor.lr" or nested dicts. ValueError for a key that is given twice."""
         for key, value in flatten(tree):
             self.set_value(key, key, value)
@@ -65,7 +64,7 @@ class Inputs:
         self.arguments[key] = argument
         self.values[key] = _plain(value)
 
-    def set_rows(self, argument: str, key: str, rows: Any) -> None:
+    def set_rows(self, argument: str, key: str, rows: str | PurePath | Iterable[object]) -> None:
         """Sets the key to a path, or to the file of rows. ValueError for rows that are no JSON."""
         if isinstance(rows, str | PurePath):
             self.set_value(argument, key, rows)
@@ -97,7 +96,7 @@ class Inputs:
             partial.replace(path)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Returns a value of Python code as a file of keys would give it."""
     if hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         return value.tolist()
@@ -108,7 +107,7 @@ def _plain(value: object) -> Any:
     return value
 
 
-def write_rows(name: str, rows: Iterable[Any]) -> str:
+def write_rows(name: str, rows: Iterable[object]) -> str:
     """Returns the rows as lines of JSON. ValueError names the first row that is not JSON."""
     lines = []
     for number, row in enumerate(rows):
@@ -145,7 +144,7 @@ def record_functions(functions: Mapping[str, Callable]) -> str:
 
     On import it raises RuntimeError: the source alone need not be the function.
     """
-    return "\n".join([RECORD, *(_describe(name, f) for name, f in functions.items())])
+    return "\n".join([RECORD] + [_describe(name, f) for name, f in functions.items()])
 
 
 def _describe(name: str, function: Callable) -> str:

@@ -5,8 +5,9 @@ All processes make the same calls; the first one writes.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
@@ -18,6 +19,7 @@ from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run.folder import RunFolder
+from rl2.run.records import Record
 from rl2.run.signals import StopSignal
 from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
@@ -103,8 +105,8 @@ class Recorder:
         self,
         step: int,
         metrics: Metrics,
-        records: Iterable[dict[str, Any]] | None = None,
-        tokens: dict[str, Any] | None = None,
+        records: Iterable[Record] | None = None,
+        tokens: dict[str, np.ndarray] | None = None,
     ) -> bool:
         """Evaluates, logs, saves and exports where that is due.
 

@@ -98,7 +98,7 @@ class TeacherServer:
             ) from error
 
 
-def request(base_url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def request(base_url: str, path: str, body: dict[str, object] | None = None) -> Any:
     """The JSON that the server answers. Without a body the request is a GET.
 
     RuntimeError if it refuses the request, or does not answer after several tries.

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Batch, Pack
 from rl2.config.conditions import Exactness
@@ -105,8 +108,9 @@ class Worker:
         self.settings = ModelSettings(config, self.dtype, critic, is_trained)
         self.model = load_model(self.settings, self.mesh, exactness, source)
         self.engine_check = EngineCheck(self.model.exactness)
-        parameters = dict(self.model.named_parameters())
-        self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        # All are DTensors, since FSDP2 shards the model.
+        self.parameters = cast(dict[str, DTensor], dict(self.model.named_parameters()))
+        self.trained_parameters = {n: p for n, p in self.parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
         self.optimizer: Any = None  # unless the model is frozen
@@ -159,9 +163,8 @@ class Worker:
 
         They are rounded to the dtype of this worker.
         """
-        weights = dict(source.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            self.memory.state(parameter).copy_(source.memory.state(weights[name]))
+        for name, parameter in self.parameters.items():
+            self.memory.state(parameter).copy_(source.memory.state(source.parameters[name]))
 
     def update(
         self,
@@ -185,7 +188,6 @@ class Worker:
         micro_batches = self._micro_batches(
             batch, self.config.max_length_per_device, keep_groups_together
         )
-        fsdp_model: Any = self.model
         reported: dict[str, float] = {}
         with self.memory.on_device(changes=True), ExitStack() as stack:
             if teacher is not None:
@@ -197,7 +199,7 @@ class Worker:
             for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
-                fsdp_model.set_requires_all_reduce(i == len(micro_batches))
+                cast(FSDPModule, self.model).set_requires_all_reduce(i == len(micro_batches))
                 scores = self._score_rows(micro_batch, temperature, with_entropy, teacher)
                 # The processes of a ring computed different columns; each continues with whole
                 # sequences.
@@ -205,7 +207,7 @@ class Worker:
                 loss, metrics = loss_fn(columns_to_device(micro_batch, self.mesh.device), scores)
                 # FSDP averages the gradients of its processes; this factor makes it a sum.
                 (loss * self.mesh.fsdp.size()).backward()
-                for name, value in {"loss": loss.detach(), **metrics}.items():
+                for name, value in (metrics | {"loss": loss.detach()}).items():
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
@@ -251,7 +253,9 @@ class Worker:
         trained = own_weights(self.model.hf, self.memory.read, trained_only=True)
         yield from _whole(trained, dtype)
 
-    def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
+    def export(
+        self, folder: str, tokenizer: PreTrainedTokenizerBase, with_optimizer: bool = False
+    ) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.
 
         It is in the dtype of the forward pass, so it is the model that was trained: float32 weights
@@ -268,7 +272,7 @@ class Worker:
                 export_optimizer(self.optimizer, folder)
         dist.barrier()
 
-    def _save_model(self, folder: str, tokenizer: Any) -> None:
+    def _save_model(self, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Rank 0 writes. All processes make the whole weights."""
         full = {}
         for name, weight in self.iter_full_weights(self.dtype):
@@ -291,7 +295,7 @@ class Worker:
         The weights are the trained ones, or all of a frozen worker. `dtype` is what the forward
         pass rounded them to.
         """
-        parameters = self.trained_parameters or dict(self.model.named_parameters())
+        parameters = self.trained_parameters or self.parameters
         state: dict[str, Any] = {"version": self.version, "dtype": str(self.dtype)}
         state["model"] = {name: self.memory.state(value) for name, value in parameters.items()}
         if self.optimizer is not None:
@@ -398,10 +402,12 @@ class Worker:
         return norm, lr, skip
 
 
-def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _whole(
+    weights: Iterable[tuple[str, DTensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Gathers sharded weights one at a time, in `dtype`. All processes must iterate to the end."""
     for name, weight in weights:
-        shard: Any = weight.to(dtype)
+        shard = cast(DTensor, weight.to(dtype))
         del weight  # which may be a copy: its memory is free before the next one is read
         yield name, shard.full_tensor()
         del shard

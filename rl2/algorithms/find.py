@@ -58,7 +58,7 @@ class Choices(Generic[Declared]):
             raise ValueError(f"choose {choices}, or your own as path/to/file.py:function")
         if not _file_of(name).is_file():
             raise ValueError(f"no such file {path}")
-        entry: Any = getattr(_import_once(_file_of(name)), attribute, None)
+        entry = getattr(_import_once(_file_of(name)), attribute, None)
         if isinstance(entry, self.kind):
             return entry
         if isinstance(entry, Declaration):

@@ -292,7 +292,7 @@ def policy_loss(
         metrics = metrics | {"off_policy_masked": is_masked}
     log_ratio = inputs.log_ratio.detach()
     approx_kl = KL_ESTIMATORS["k3"](-log_ratio)
-    metrics = {"ratio": finite_exp(log_ratio), **metrics, "approx_kl": approx_kl}
+    metrics = {"ratio": finite_exp(log_ratio)} | metrics | {"approx_kl": approx_kl}
     return (losses * weights).sum(), weighted_sums(metrics, weights)
 
 

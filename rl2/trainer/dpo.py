@@ -138,7 +138,7 @@ def mismatch(batch: Batch, max_length: int) -> Batch:
             # As many tokens precede the first trained one as columns lead up to it.
             (prompt, _), (start, end) = spans[row], spans[other]
             reply = batch.tokens[other, start : end + 1].tolist()
-            tokens = [*batch.tokens[row, :prompt].tolist(), *reply][:max_length]
+            tokens = (batch.tokens[row, :prompt].tolist() + reply)[:max_length]
             mask = [0] * prompt + [1] * (len(tokens) - prompt)
             zeros = [0.0] * len(tokens)
             samples.append(Sample(tokens, mask, zeros, zeros, groups[row], len(samples)))

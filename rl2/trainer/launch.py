@@ -29,7 +29,7 @@ def launch(root: type, start: Callable[[Any], None]) -> None:
     arguments = read_command(root, sys.argv[1:])
     if arguments.options:
         let_hydra_answer(root, arguments, partial(train_job, start))
-    config: Any = accept(compose(root, arguments))
+    config = accept(compose(root, arguments))
     with guard(config.trainer.watchdog):
         start(config)
 

@@ -68,8 +68,8 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
     """
     end = max(i + 1 for i, token in enumerate(sample.tokens) if token != pad_token_id)
     zeros = [0.0] * (end + 1)
-    tokens = [*sample.tokens[:end], 0]
-    mask = [*sample.mask[:end], 1]
+    tokens = sample.tokens[:end].tolist() + [0]
+    mask = sample.mask[:end].tolist() + [1]
     return Sample(tokens, mask, zeros, zeros, sample.group, sample.trajectory)
 
 
