@@ -311,56 +311,47 @@ def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:
     return {name: (value.detach() * weights).sum() for name, value in metrics.items()}
 
 
-# Corrections for an engine that samples with other probabilities than the trainer computes.
-# `log_rho` [B, T] is old_logp - engine_logp, and rho its exponential.
-
-
-def truncated_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """min(rho, cap): truncated importance sampling.
-
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025.
-    """
-    return finite_exp(log_rho).clamp(max=cap)
-
-
-def masked_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855)."""
-    rho = finite_exp(log_rho)
-    return torch.where((rho >= 1 / cap) & (rho <= cap), rho, 0.0)
-
-
-def sequence_masked_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """The product of the row's rho, or 0 above cap (TRL)."""
-    rho = finite_exp(log_rho.sum(1, keepdim=True))
-    return torch.where(rho <= cap, rho, 0.0).expand_as(log_rho)
-
-
-def geometric_mask(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """1, or 0 for a row whose geometric mean of rho is outside [1/cap, cap]."""
-    rho = finite_exp(row_means(mask, log_rho))
-    return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
-
-
-# With the default cap: TRL's for the product over a sequence, and the one in use for single tokens.
-IMPORTANCE_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor, float], Tensor], float]] = {
-    "token_tis": (truncated_weights, 2.0),
-    "token_mask": (masked_weights, 2.0),
-    "sequence_mask": (sequence_masked_weights, 3.0),
-    "geometric_mask": (geometric_mask, 2.0),
+# The default cap of each correction: TRL's for the product over a sequence, and the one in use for
+# single tokens.
+IMPORTANCE_CORRECTIONS = {
+    "token_tis": 2.0,
+    "token_mask": 2.0,
+    "sequence_mask": 3.0,
+    "geometric_mask": 2.0,
 }
 
 
 def importance_weights(
     old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float | None = None
 ) -> Tensor:
-    """The factor [B, T] of each token's loss, by the correction `kind`. It has no gradient.
+    """The factor [B, T] of each token's loss, for an engine with other probabilities than ours.
 
-    It is computed from the policy that starts the update, never from the current log-probabilities.
+    With rho = exp(old_logp - engine_logp), it is by `kind`:
+    token_tis: min(rho, cap), truncated importance sampling (Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025);
+    token_mask: rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855);
+    sequence_mask: the product of the row's rho, or 0 above cap (TRL);
+    geometric_mask: 1, or 0 for a row whose geometric mean of rho is outside [1/cap, cap].
+
+    It has no gradient, and never depends on the log-probabilities that an update has changed.
     """
-    correction, default_cap = IMPORTANCE_CORRECTIONS[kind]
+    cap = cap or IMPORTANCE_CORRECTIONS[kind]
     log_rho = masked(mask, old_logps - engine_logps).detach()
-    return correction(log_rho, mask, cap or default_cap)
+    if kind == "sequence_mask":
+        log_rho = log_rho.sum(1, keepdim=True)
+    elif kind == "geometric_mask":
+        log_rho = row_means(mask, log_rho)
+    rho = finite_exp(log_rho)
+    is_near = (rho >= 1 / cap) & (rho <= cap)
+    if kind == "token_tis":
+        weights = rho.clamp(max=cap)
+    elif kind == "token_mask":
+        weights = torch.where(is_near, rho, 0.0)
+    elif kind == "sequence_mask":
+        weights = torch.where(rho <= cap, rho, 0.0)
+    else:
+        weights = is_near.to(rho.dtype)
+    return weights.expand_as(old_logps)
 
 
 def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:
@@ -431,26 +422,17 @@ class PreferenceInputs:
     reference_point: Tensor | None = None
 
     @cached_property
-    def chosen_gain(self) -> Tensor:
-        """[P]"""
-        assert self.gains is not None
-        return self.gains[::2]
-
-    @cached_property
-    def rejected_gain(self) -> Tensor:
-        """[P]"""
-        assert self.gains is not None
-        return self.gains[1::2]
-
-    @cached_property
     def margin(self) -> Tensor:
-        """[P] chosen_gain - rejected_gain."""
-        return self.chosen_gain - self.rejected_gain
+        """[P] the chosen minus the rejected gain."""
+        assert self.gains is not None
+        return self.gains[::2] - self.gains[1::2]
 
     @cached_property
     def mean_margin(self) -> Tensor:
         """[P] the same of the means over the tokens of a reply."""
-        return self.chosen_gain / self.lengths[::2] - self.rejected_gain / self.lengths[1::2]
+        assert self.gains is not None
+        means = self.gains / self.lengths
+        return means[::2] - means[1::2]
 
     @cached_property
     def chosen_mean_logp(self) -> Tensor:
