@@ -22,7 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl2.data.messages import SYSTEM_ROLES, Messages, abbreviate, common_prefix_length
+from rl2.data.messages import SYSTEM_ROLES, Message, Messages, abbreviate, common_prefix_length
 
 PROBE = "rl2probe"  # a content that no template changes
 MAX_OPENING = 16  # characters of a reply that a generation prompt begins with, such as <think>
@@ -65,7 +65,7 @@ class ChatTemplate:
                     "rl2 sets it; remove the key"
                 )
 
-    def dependencies(self) -> list[Any]:
+    def dependencies(self) -> list[object]:
         """All that the tokens of a conversation depend on. Its `repr` names them."""
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -119,7 +119,7 @@ class ChatTemplate:
             )
 
     def render_reply(
-        self, messages: Messages, reply: str | dict, tools: list | None = None
+        self, messages: Messages, reply: str | Message, tools: list | None = None
     ) -> tuple[str, str]:
         """The text of a conversation (up to where `reply` begins, with `reply`).
 
@@ -135,7 +135,7 @@ class ChatTemplate:
             return before, before + reply
         if isinstance(reply, str):
             reply = {"role": "assistant", "content": reply}
-        whole = self.render([*messages, reply], tools, add_generation_prompt=False)
+        whole = self.render(messages + [reply], tools, add_generation_prompt=False)
         # The generation prompt may have begun the reply, with <think> for instance.
         start = max(0, common_prefix_length(before, whole) - MAX_OPENING)
         if not _shows(whole[start:], reply.get("content") or ""):
@@ -145,7 +145,7 @@ class ChatTemplate:
         # With the reply the template writes other text in front of it than in its prompt: Mistral
         # shows the system prompt at a last message of the user only. The reply follows its prompt.
         probe = {"role": "assistant", "content": PROBE}
-        header = self.render([*messages, probe], tools, False).partition(PROBE)[0]
+        header = self.render(messages + [probe], tools, False).partition(PROBE)[0]
         if not before[-1].isspace():  # a space after the header belongs to the reply
             header = header.rstrip()
         if whole.startswith(header) and not before.startswith(header):
@@ -153,7 +153,7 @@ class ChatTemplate:
         return before, whole
 
     def _render_uncut(
-        self, before: str, messages: list[dict], reply: dict, tools: list | None
+        self, before: str, messages: list[Message], reply: Message, tools: list | None
     ) -> str:
         """The text of a conversation with a reply of which the template cuts the reasoning.
 
@@ -161,7 +161,7 @@ class ChatTemplate:
         reasoning of all replies, since in a history it is not shown. ValueError if it cannot.
         """
         content = reply["content"].lstrip()
-        probe = self.render([*messages, reply | {"content": PROBE}], tools, False)
+        probe = self.render(messages + [reply | {"content": PROBE}], tools, False)
         _, is_shown, footer = probe.partition(PROBE)
         closing = REASONING_END.search(content)
         if not is_shown or not closing or before.rstrip().endswith(closing[0]):
@@ -177,15 +177,15 @@ class ChatTemplate:
                 content = content.lstrip()
         return before + content + footer
 
-    def render_turn(self, message: dict, tools: list | None = None) -> str:
+    def render_turn(self, message: Message, tools: list | None = None) -> str:
         """The text of a turn of the assistant as the template writes it in its history.
 
         It has no end of turn, and mostly no header. ValueError if the template refuses the message.
         """
         question = [{"role": "user", "content": "?"}]
         probe = {"role": "assistant", "content": PROBE}
-        header, _, footer = self.render([*question, probe], tools, False).partition(PROBE)
-        whole = self.render([*question, message], tools, False)
+        header, _, footer = self.render(question + [probe], tools, False).partition(PROBE)
+        whole = self.render(question + [message], tools, False)
         if not whole.startswith(header):  # such turns have another header than a plain reply
             header = self.render(question, tools, False)
         return whole[common_prefix_length(header, whole) :].removesuffix(footer)
@@ -216,7 +216,7 @@ class ChatTemplate:
 
     def parse_calls(
         self, prompt: Sequence[int], reply: str, tools: list
-    ) -> list[tuple[str, Any]] | None:
+    ) -> list[tuple[str, object]] | None:
         """The calls of tools in a reply, as the tokenizer's own response template reads them.
 
         Each is (name, arguments). None if the tokenizer has no such template, or if it cannot read
@@ -252,7 +252,7 @@ class ChatTemplate:
         Chat models often list several ids in their generation config, of which the tokenizer names
         only one.
         """
-        stop_ids = {self.tokenizer.eos_token_id, *model_eos} - {None}
+        stop_ids = {self.tokenizer.eos_token_id}.union(model_eos) - {None}
         if not stop_ids:
             raise ValueError(
                 "neither the tokenizer nor generation_config has an eos_token: set one in the "
@@ -298,8 +298,8 @@ class ChatTemplate:
         self,
         tokens: Sequence[int],
         num_sampled: int,
-        messages: list[dict],
-        new_messages: list[dict],
+        messages: list[Message],
+        new_messages: list[Message],
         tools: list | None = None,
     ) -> list[int] | None:
         """The tokens to append to a conversation, so that `new_messages` follow its last turn.
@@ -347,7 +347,7 @@ class ChatTemplate:
         old_text = self.decode(tokens)
         whole_text = self.decode(self.tokenize(whole))
         new_tokens = self.tokenize(whole_text[len(old_text) :])
-        return new_tokens if self.decode([*tokens, *new_tokens]) == whole_text else None
+        return new_tokens if self.decode(list(tokens) + new_tokens) == whole_text else None
 
     def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str | None:
         """The text that `tokens` add to that of `context`. None if they change that of `context`.
@@ -355,7 +355,7 @@ class ChatTemplate:
         A tokenizer may decode tokens in another way if nothing precedes them.
         """
         before = self.decode(context)
-        text = self.decode([*context, *tokens])
+        text = self.decode(list(context) + list(tokens))
         return text[len(before) :] if text.startswith(before) else None
 
     def _prepend_bos(self, text: str) -> str:
@@ -366,7 +366,9 @@ class ChatTemplate:
         adds_bos = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
         return bos + text if adds_bos else text
 
-    def _replace_unknown_tool_role(self, messages: list[dict], tools: list | None) -> list[dict]:
+    def _replace_unknown_tool_role(
+        self, messages: list[Message], tools: list | None
+    ) -> list[Message]:
         """The messages, with the role "user" for "tool" if the template lacks the latter."""
         # Templates may trim or escape the real content, so a probe takes its place.
         probes = _update_tool_messages(messages, {"content": PROBE})
@@ -380,22 +382,16 @@ class ChatTemplate:
             return messages
         return _update_tool_messages(messages, {"role": "user"})
 
-    def with_opening(self, messages: list[dict]) -> list[dict]:
-        """The messages, after the system prompt if they begin with none of their own."""
-        if not self.system_prompt or (messages and messages[0]["role"] in SYSTEM_ROLES):
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
-
     def _apply_template(
-        self, messages: list[dict], tools: list | None, add_generation_prompt: bool
+        self, messages: list[Message], tools: list | None, add_generation_prompt: bool
     ) -> str:
-        return self._fill_template(
-            self._adapt(self.with_opening(messages)), tools, add_generation_prompt
-        )
+        """The text of the messages, with the roles and calls that this template shows.
 
-    def _adapt(self, messages: list[dict]) -> list[dict]:
-        """The messages with the roles and calls that this template shows."""
+        They follow the system prompt if they begin with none of their own.
+        """
         adapted = []
+        if self.system_prompt and (not messages or messages[0]["role"] not in SYSTEM_ROLES):
+            adapted.append({"role": "system", "content": self.system_prompt})
         for message in messages:
             message = {"content": "", **message}  # beside calls it may be missing
             if message["role"] == "developer" and not self._shows_developer:
@@ -404,7 +400,7 @@ class ChatTemplate:
                 calls = [_with_argument_text(call) for call in message["tool_calls"]]
                 message = message | {"tool_calls": calls}
             adapted.append(message)
-        return adapted
+        return self._fill_template(adapted, tools, add_generation_prompt)
 
     @cached_property
     def _shows_developer(self) -> bool:
@@ -426,7 +422,7 @@ class ChatTemplate:
 
         return not shows(call) and shows(_with_argument_text(call))
 
-    def _try_template(self, messages: list[dict]) -> str:
+    def _try_template(self, messages: list[Message]) -> str:
         """The text of the messages; "" if the template refuses them."""
         try:
             return self._fill_template(messages, None, False)
@@ -434,7 +430,7 @@ class ChatTemplate:
             return ""
 
     def _fill_template(
-        self, messages: list[dict], tools: list | None, add_generation_prompt: bool
+        self, messages: list[Message], tools: list | None, add_generation_prompt: bool
     ) -> str:
         template = self.tokenizer.get_chat_template(tools=tools)
         if "strftime_now" in template:
@@ -464,7 +460,7 @@ class ChatTemplate:
             raise ValueError(
                 "the tokenizer has no eos_token to end a reply with: set one in the model folder"
             )
-        return [*tokens, self.tokenizer.eos_token_id], len(tokens) + 1
+        return tokens + [self.tokenizer.eos_token_id], len(tokens) + 1
 
 
 def _shows(text: str, content: str) -> bool:
@@ -482,13 +478,13 @@ def _with_argument_text(call: dict) -> dict:
     return call | {"function": written} if "function" in call else written
 
 
-def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:
+def _update_tool_messages(messages: list[Message], changes: dict[str, str]) -> list[Message]:
     return [m | changes if m.get("role") == "tool" else m for m in messages]
 
 
-def _join_neighbours(messages: list[dict]) -> list[dict]:
+def _join_neighbours(messages: list[Message]) -> list[Message]:
     """The messages, with an empty line between the contents of those that became one."""
-    joined: list[dict] = []
+    joined: list[Message] = []
     for role, group in groupby(messages, key=itemgetter("role")):
         neighbours = list(group)
         contents: list[Any] = [message.get("content") for message in neighbours]

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rl2.data.formats import (
     read_ppo_row,
     read_sft_row,
 )
-from rl2.data.messages import abbreviate, is_trained
+from rl2.data.messages import Row, abbreviate, is_trained
 from rl2.data.probe import find_unshown
 from rl2.data.rows import Rows, check_problems
 from rl2.data.store import make_table, table_key
@@ -39,9 +39,9 @@ TrainedSequences = list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 
 class RowKind(NamedTuple):
     """What the rows of a trainer are, and how messages name them."""
 
-    read: Callable[[dict], ReadRow]  # of formats.py
+    read: Callable[[Row], ReadRow]  # of formats.py
     # The text of a row that is a prompt, or a RenderedReply for each reply that is trained.
-    render: Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
+    render: Callable[[ChatTemplate, Row], Sequence[tuple[str, ...]]]
     name: str = "rows"
     batch_key: str = "data.batch_size"
 
@@ -51,7 +51,7 @@ class Example:
     """A row with its tokens: a prompt of PPO, or what the other trainers train on."""
 
     index: int  # of the row, from 0; in a mixture, among the rows of all sources
-    row: dict[str, Any]
+    row: Row
     sequences: TrainedSequences
     source: str = ""  # the name in data.path.NAME or data.test_path.NAME, if it has one
 
@@ -104,18 +104,6 @@ class Examples:
     def longest(self) -> int:
         """Tokens of the longest item."""
         return int(self.token_counts[self.kept].max())
-
-    def hash_messages(self) -> np.ndarray:
-        """A number for each item [len(self)], which depends on its messages alone."""
-        return np.array([_hash_messages(self.rows[int(i)]) for i in self.kept])
-
-    def split_off(self, is_taken: np.ndarray) -> Self:
-        """Takes the items out for which `is_taken` [len(self)] holds, and returns them."""
-        taken = copy(self)
-        taken.kept = self.kept[is_taken]
-        taken.num_dropped = 0
-        self.kept = self.kept[~is_taken]
-        return taken
 
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
@@ -199,7 +187,9 @@ def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
     messages are on one side, whichever order and source they have. ValueError if nothing is left
     of a source.
     """
-    hashes = {name: examples.hash_messages() for name, examples in sources.items()}
+    hashes = {}
+    for name, examples in sources.items():
+        hashes[name] = np.array([_hash_messages(examples.rows[i]) for i in examples.kept.tolist()])
     ascending = np.sort(np.concatenate(list(hashes.values())))
     limit = ascending[max(1, round(ratio * len(ascending))) - 1]
     held_out = {}
@@ -212,7 +202,10 @@ def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
                 f"{of_source} to train on: lower it, or give more rows with different messages"
             )
         if is_taken.any():
-            held_out[name] = examples.split_off(is_taken)
+            held_out[name] = copy(examples)
+            held_out[name].kept = examples.kept[is_taken]
+            held_out[name].num_dropped = 0
+            examples.kept = examples.kept[~is_taken]
     return held_out
 
 
@@ -251,7 +244,7 @@ class Mixture:
         self.numbers = np.repeat(np.arange(len(lengths)), lengths)[order]
         self.ranks = np.concatenate([np.arange(length) for length in lengths])[order]
         numbers_of_rows = [len(source.rows) for source in self.sources]
-        self.first_indices = np.cumsum([0, *numbers_of_rows])
+        self.first_indices = np.cumsum([0] + numbers_of_rows)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -317,11 +310,11 @@ class DataCursor:
         self.rows_done = self.position
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Returns what a resumed run needs."""
         return {"rows_done": self.rows_done}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = self.rows_done = state["rows_done"]
 
 
@@ -338,12 +331,12 @@ def to_samples(examples: list[Example]) -> list[Sample]:
     return samples
 
 
-def render_prompt(template: ChatTemplate, row: dict) -> list[tuple[str]]:
+def render_prompt(template: ChatTemplate, row: Row) -> list[tuple[str]]:
     """The text of `messages` up to where the reply begins."""
     return [(template.render(row["messages"], row.get("tools")),)]
 
 
-def render_sft(template: ChatTemplate, row: dict) -> list[RenderedReply]:
+def render_sft(template: ChatTemplate, row: Row) -> list[RenderedReply]:
     """The assistant's replies in `messages`, but for those of weight 0.
 
     With a `completion` the replies are those in it. If `messages` is plain text, all of it is one
@@ -362,7 +355,7 @@ def render_sft(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     return [template.render_reply(messages[:i], messages[i], tools) for i in reply_indices]
 
 
-def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
+def render_pair(template: ChatTemplate, row: Row) -> list[RenderedReply]:
     """The replies `chosen` and `rejected` to the prompt `messages`, in this order."""
     chosen, rejected = (
         template.render_reply(row["messages"], row[column], row.get("tools"))
@@ -376,7 +369,7 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     return [chosen, rejected]
 
 
-def render_labelled(template: ChatTemplate, row: dict) -> list[RenderedReply]:
+def render_labelled(template: ChatTemplate, row: Row) -> list[RenderedReply]:
     """The reply `completion` to the prompt `messages`, or the two replies of a pair."""
     if is_pair(row):
         return render_pair(template, row)
@@ -389,7 +382,7 @@ PAIR_ROWS = RowKind(read_pair_row, render_pair)
 LABELLED_ROWS = RowKind(read_labelled_row, render_labelled)
 
 
-def _hash_messages(row: dict) -> int:
+def _hash_messages(row: Row) -> int:
     """A number of 64 bits that depends on the messages of the row."""
     text = json.dumps(row["messages"], sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])

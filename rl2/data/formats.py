@@ -12,11 +12,15 @@ columns stay. ValueError tells why a row does not suit.
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rl2.data.messages import (
     ROLE_NAMES,
     SYSTEM_ROLES,
+    Message,
+    Messages,
+    Row,
     abbreviate,
     check_ends_before_reply,
     check_messages,
@@ -31,7 +35,7 @@ from rl2.data.messages import (
     read_message,
 )
 
-ReadRow = tuple[dict, list[str]]  # the row, and notes
+ReadRow = tuple[Row, list[str]]  # the row, and notes
 
 SHAREGPT_ROLES = ROLE_NAMES | {"observation": "tool"}
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -43,7 +47,7 @@ NO_TEMPLATE = (
 )
 
 
-def rename_columns(row: dict, columns: dict[str, str]) -> dict:
+def rename_columns(row: Row, columns: dict[str, str]) -> Row:
     """The row with the columns renamed: old name -> new name, as in data.columns."""
     missing = [name for name in columns if name not in row]
     if missing:
@@ -51,12 +55,12 @@ def rename_columns(row: dict, columns: dict[str, str]) -> dict:
             f"data.columns renames {', '.join(missing)}, which the row lacks; "
             f"the row has {', '.join(row)}"
         )
-    replaced = {*columns, *columns.values()}
+    replaced = columns.keys() | set(columns.values())
     kept = {name: value for name, value in row.items() if name not in replaced}
     return kept | {new: row[old] for old, new in columns.items()}
 
 
-def read_ppo_row(row: dict) -> ReadRow:
+def read_ppo_row(row: Row) -> ReadRow:
     """A prompt. verl's rows have the answer in `reward_model`, others in `gt_answer`."""
     row, notes = _read_messages(row)
     check_ends_before_reply(row["messages"])
@@ -70,12 +74,12 @@ def read_ppo_row(row: dict) -> ReadRow:
     return row, notes + find_oddities(row)
 
 
-def read_sft_row(row: dict) -> ReadRow:
+def read_sft_row(row: Row) -> ReadRow:
     """A conversation, or a prompt with the completion that is trained, or text."""
-    completion = _first_column(row, "completion", "response")
+    completion = _first_column(row, ("completion", "response"))
     if completion is None and "instruction" in row:
-        completion = _first_column(row, "output")
-    source = _first_column(row, *CONVERSATIONS)
+        completion = _first_column(row, ("output",))
+    source = _first_column(row, CONVERSATIONS)
     if completion is None and {"chosen", "rejected"} <= row.keys():
         raise ValueError(
             "this is a pair of replies: train on it with rl2.trainer.dpo or rl2.trainer.rm, or on "
@@ -101,7 +105,7 @@ def read_sft_row(row: dict) -> ReadRow:
     return row, notes + find_oddities(row)
 
 
-def read_pair_row(row: dict) -> ReadRow:
+def read_pair_row(row: Row) -> ReadRow:
     """A prompt with two replies, each text or the assistant's message.
 
     Where `chosen` and `rejected` are conversations, or there is no prompt, the prompt is what both
@@ -115,7 +119,7 @@ def read_pair_row(row: dict) -> ReadRow:
         )
     notes = []
     shared = _shared_prompt(chosen, rejected)
-    has_prompt = _first_column(row, *CONVERSATIONS, "instruction") is not None
+    has_prompt = _first_column(row, CONVERSATIONS + ("instruction",)) is not None
     if isinstance(chosen, list) and shared or not has_prompt:
         check_messages(shared)
         row = row | {"messages": shared}
@@ -130,7 +134,7 @@ def read_pair_row(row: dict) -> ReadRow:
     return row, notes + find_unread(row) + find_oddities(row)
 
 
-def read_labelled_row(row: dict) -> ReadRow:
+def read_labelled_row(row: Row) -> ReadRow:
     """A prompt with one reply in `completion` and whether it is desirable in `label`, or a pair.
 
     The reply is text or the assistant's message. The chosen reply of a pair counts as desirable,
@@ -138,12 +142,12 @@ def read_labelled_row(row: dict) -> ReadRow:
     """
     if is_pair(row):
         row, notes = read_pair_row(row)
-        return row, [*notes, "chosen is read as a desirable reply, rejected as an undesirable one"]
+        return row, notes + ["chosen is read as a desirable reply, rejected as an undesirable one"]
     labels(row)  # its check
     given = row
     row, notes = _read_messages(given)
     if given.get("completion") is None and ends_with_reply(row["messages"]):
-        *row["messages"], completion = row["messages"]
+        completion = row["messages"].pop()
         notes.append("the last message is read as the completion")
     else:
         completion = read_column(given, "completion")
@@ -152,12 +156,12 @@ def read_labelled_row(row: dict) -> ReadRow:
     return row, notes + find_unread(row) + find_oddities(row)
 
 
-def is_pair(row: dict) -> bool:
+def is_pair(row: Row) -> bool:
     """Whether a row of `read_labelled_row` has two replies in the place of one with a label."""
     return row.get("label") is None and {"chosen", "rejected"} <= row.keys()
 
 
-def labels(row: dict) -> list[bool]:
+def labels(row: Row) -> list[bool]:
     """Whether each reply of a row of `read_labelled_row` is desirable."""
     if is_pair(row):
         return [True, False]
@@ -171,7 +175,7 @@ def labels(row: dict) -> list[bool]:
     return [bool(label)]
 
 
-def pair_margin(row: dict) -> float:
+def pair_margin(row: Row) -> float:
     """By how much the chosen reply is better: the number in column `margin`, or 0 without one."""
     try:
         margin = float(row.get("margin") or 0)
@@ -182,16 +186,16 @@ def pair_margin(row: dict) -> float:
     return margin
 
 
-def _read_messages(row: dict) -> ReadRow:
+def _read_messages(row: Row) -> ReadRow:
     """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations.
 
     Without any of these it is the `instruction` of Alpaca. A column with the system prompt becomes
     the first message, unless the messages have their own.
     """
     notes: list[str] = []
-    if _first_column(row, *CONVERSATIONS) is None and "instruction" in row:
+    if _first_column(row, CONVERSATIONS) is None and "instruction" in row:
         row, notes = _read_instruction(row)
-    source = _first_column(row, *CONVERSATIONS) or "messages"
+    source = _first_column(row, CONVERSATIONS) or "messages"
     value = read_column(row, source)
     messages = _to_messages(value)
     check_messages(messages)
@@ -206,7 +210,7 @@ def _read_messages(row: dict) -> ReadRow:
         )
         text = row[system]
         if text and messages[0]["role"] not in SYSTEM_ROLES:
-            messages = [{"role": "system", "content": check_text(text, system)}, *messages]
+            messages = [{"role": "system", "content": check_text(text, system)}] + messages
             notes.append(f"{system} is read as the system message")
         elif text:
             notes.append(f"warning: {system} is not read: the messages have a system message")
@@ -219,25 +223,25 @@ def _read_messages(row: dict) -> ReadRow:
     return others | {"messages": messages}, notes
 
 
-def _read_instruction(row: dict) -> ReadRow:
+def _read_instruction(row: Row) -> ReadRow:
     """Alpaca's row with `messages`: `instruction` and its input, in lines."""
     if row.get("history"):
         raise ValueError("column 'history' is not read: write the conversation as messages")
-    names = ["instruction", *(name for name in INPUT_COLUMNS if row.get(name))]
+    names = ["instruction"] + [name for name in INPUT_COLUMNS if row.get(name)]
     question = "\n".join(check_text(row[name], name) for name in names)
     others = {name: value for name, value in row.items() if name not in names}
     note = f"the message of the user is read from {' and '.join(names)}"
     return others | {"messages": [{"role": "user", "content": question}]}, [note]
 
 
-def _to_tool(tool: object) -> Any:
+def _to_tool(tool: object) -> object:
     """The schema of a tool, which chat templates expect inside of `function`."""
     if isinstance(tool, dict) and "name" in tool and not tool.keys() & {"function", "type"}:
         return {"type": "function", "function": tool}
     return tool
 
 
-def _first_column(row: dict, *names: str) -> str | None:
+def _first_column(row: Row, names: Iterable[str]) -> str | None:
     """The first of the columns that the row has, with a value."""
     return next((name for name in names if row.get(name) is not None), None)
 
@@ -251,16 +255,16 @@ def _to_messages(value: object) -> Any:
     return [_to_message(message) for message in value]
 
 
-def _to_message(message: object) -> Any:
+def _to_message(message: object) -> object:
     if not isinstance(message, dict):
         return message
     if "role" not in message and {"from", "value"} <= message.keys():
         sender, text = message["from"], message["value"]
         others = {name: item for name, item in message.items() if name not in ("from", "value")}
         if sender == "function_call":
-            message = {"role": "assistant", "tool_calls": _to_calls(text), **others}
+            message = {"role": "assistant", "tool_calls": _to_calls(text)} | others
         elif sender in SHAREGPT_ROLES:
-            message = {"role": SHAREGPT_ROLES[sender], "content": text, **others}
+            message = {"role": SHAREGPT_ROLES[sender], "content": text} | others
         else:
             known = ", ".join([*SHAREGPT_ROLES, "function_call"])
             raise ValueError(
@@ -284,7 +288,7 @@ def _to_calls(text: Any) -> list[dict]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _to_reply(value: object, column: str, is_one_message: bool = False) -> str | dict | list[dict]:
+def _to_reply(value: object, column: str, is_one_message: bool = False) -> Messages | Message:
     """A reply: its text, or the message of the assistant if it has more than a text.
 
     Unless `is_one_message`, it may be several messages, and is a list then.

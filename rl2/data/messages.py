@@ -6,9 +6,12 @@ A message is {"role": ..., "content": ...}. Its content is text, and may be miss
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-Messages = str | list[dict[str, Any]]
+Row = dict[str, Any]  # a row of a data file: the values by column
+Message = dict[str, Any]
+Messages = str | list[Message]  # or plain text, which gets no template
 
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -58,7 +61,7 @@ def check_messages(messages: object, column: str = "messages") -> None:
             _check_message(message, column)
 
 
-def read_message(message: dict) -> dict:
+def read_message(message: Message) -> Message:
     """A message in rl2's form: its role by rl2's name, its content joined, arguments as objects.
 
     Columnar files give every message the keys of all, with null for those that it lacks, while chat
@@ -144,7 +147,7 @@ def check_ends_before_reply(messages: Messages) -> None:
         )
 
 
-def check_reply(messages: list[dict], column: str = "messages") -> None:
+def check_reply(messages: list[Message], column: str = "messages") -> None:
     """ValueError unless a message of the assistant says something."""
     replies = [message for message in messages if message["role"] == "assistant"]
     if not replies:
@@ -155,23 +158,23 @@ def check_reply(messages: list[dict], column: str = "messages") -> None:
     replies = [message for message in replies if is_trained(message)]
     if not replies:
         raise ValueError(f"column '{column}': every reply has weight 0; remove the row")
-    if not any(_says_something(message) for message in replies):
+    if not any(message.get("tool_calls") or message["content"].strip() for message in replies):
         raise ValueError(f"column '{column}': every reply of the assistant is empty")
 
 
-def is_trained(message: dict) -> bool:
+def is_trained(message: Message) -> bool:
     """Whether a message is a reply that is trained."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def check_text(text: Any, column: str) -> str:
+def check_text(text: object, column: str) -> str:
     """The value of the column. ValueError if it is empty or no text."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
     return text
 
 
-def find_oddities(row: dict) -> list[str]:
+def find_oddities(row: Row) -> list[str]:
     """Warnings of what is allowed but seldom meant. ValueError for images, videos and sounds."""
     warnings = []
     messages = row["messages"]
@@ -187,7 +190,7 @@ def find_oddities(row: dict) -> list[str]:
     return warnings
 
 
-def find_unread(row: dict) -> list[str]:
+def find_unread(row: Row) -> list[str]:
     """Names the columns that are not used: to other trainers they may change what is trained."""
     empty: tuple = (None, "", [], {})
     unread = [
@@ -196,14 +199,14 @@ def find_unread(row: dict) -> list[str]:
     return [f"columns neither shown nor trained: {', '.join(unread)}"] if unread else []
 
 
-def read_column(row: dict, column: str) -> Any:
+def read_column(row: Row, column: str) -> object:
     """The value in a column. ValueError if the row lacks it."""
     if column not in row:
         raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
     return row[column]
 
 
-def describe_columns(row: dict, missing: str) -> str:
+def describe_columns(row: Row, missing: str) -> str:
     """What the row has, and the remedy for the column that it lacks."""
     remedy = f"data.columns.OLD={missing} renames a column"
     if missing == "messages":
@@ -238,29 +241,23 @@ def _check_message(message: object, column: str) -> None:
         )
 
 
-def _says_something(message: dict) -> bool:
-    content = message.get("content")
-    has_text = bool(content.strip()) if isinstance(content, str) else bool(content)
-    return has_text or bool(message.get("tool_calls"))
-
-
-def describe_form(row: dict) -> tuple:
+def describe_form(row: Row) -> tuple:
     """What the rendering of a row depends on, apart from its texts. Equal for rows of one form."""
-    conversations: list[Any] = []
+    conversations: list[object] = []
     for column in CONVERSATION_COLUMNS:
         value = row.get(column)
         if isinstance(value, dict):
             value = [value]
         if isinstance(value, list):
-            forms = [_describe_message(message) for message in value]
+            forms = [()] + [_describe_message(message) for message in value] + [()]
             # Pairs of neighbours, so that conversations of all lengths have few forms.
-            conversations.append(frozenset(zip([None, *forms], [*forms, None], strict=True)))
+            conversations.append(frozenset(pairwise(forms)))
         else:
             conversations.append(type(value))
     return (*row, *conversations, bool(row.get("tools")))
 
 
-def _describe_message(message: dict) -> tuple:
+def _describe_message(message: Message) -> tuple:
     content = str(message.get("content") or "").lstrip()
     is_tagged = content[:1] in ("<", "[") and ("</" in content or "[/" in content)
     fields = (name for name, value in message.items() if value)

@@ -14,10 +14,12 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.messages import (
     CONVERSATION_COLUMNS,
     SYSTEM_ROLES,
+    Message,
+    Row,
     common_prefix_length,
 )
 
-Render = Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
+Render = Callable[[ChatTemplate, Row], Sequence[tuple[str, ...]]]
 
 UNPROBED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "id", "type")
 # A content that begins with a part in tags, as reasoning: templates cut it out.
@@ -40,7 +42,7 @@ class Probes:
             self.optional.add(place)
         return self.words[place]
 
-    def plant_row(self, row: dict) -> dict:
+    def plant_row(self, row: Row) -> Row:
         """The row with probes for the texts of its messages. Plain texts stay as they are."""
         planted = dict(row)
         for column in CONVERSATION_COLUMNS:
@@ -55,7 +57,7 @@ class Probes:
             self.others["tools"] = (planted, "tools")
         return planted
 
-    def _plant_message(self, message: dict, place: str) -> dict:
+    def _plant_message(self, message: Message, place: str) -> Message:
         planted = dict(message)
         role = message["role"]
         content = message.get("content")
@@ -95,7 +97,7 @@ class Probes:
         return call | {"function": planted} if "function" in call else planted
 
 
-def find_unshown(template: ChatTemplate, row: dict, render: Render) -> list[str]:
+def find_unshown(template: ChatTemplate, row: Row, render: Render) -> list[str]:
     """Warnings of what the template does not show of rows in the form of this one.
 
     ValueError for the text of a message or a call: without it the row would mean something else.
@@ -145,7 +147,7 @@ def _find_unlike_prompts(rendered: Sequence[tuple[str, ...]]) -> list[str]:
     return []
 
 
-def _try(render: Render, template: ChatTemplate, row: dict) -> Sequence[tuple[str, ...]] | None:
+def _try(render: Render, template: ChatTemplate, row: Row) -> Sequence[tuple[str, ...]] | None:
     """The row as the template renders it; None if it refuses it."""
     try:
         return render(template, row)

@@ -8,7 +8,7 @@ import pickle
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,13 +17,13 @@ import pyarrow
 import pyarrow.parquet
 
 from rl2.data.formats import CONVERSATIONS, ReadRow, rename_columns
-from rl2.data.messages import CONVERSATION_COLUMNS, abbreviate, describe_form
+from rl2.data.messages import CONVERSATION_COLUMNS, Message, Row, abbreviate, describe_form
 from rl2.data.store import make_table, table_key
 from rl2.parallel.rank import is_first_rank
 
 MAX_LISTED_PROBLEMS = 5
 # Columns that may be JSON text: conversations and tools.
-PARSED_COLUMNS = {*CONVERSATIONS, *CONVERSATION_COLUMNS, "tools"}
+PARSED_COLUMNS = set(CONVERSATIONS + CONVERSATION_COLUMNS + ("tools",))
 DATASETS_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
@@ -31,7 +31,7 @@ MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 
 # A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
-RawRow = Any
+RawRow = object
 NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
 LocatedRow = tuple[str, RawRow]  # (its file and number, the row)
 Source = list[Path] | Any  # data files, or a data set of the hub
@@ -40,7 +40,7 @@ Source = list[Path] | Any  # data files, or a data set of the hub
 def load_rows(
     path: str,
     split: str = "train",
-    read: Callable[[dict], ReadRow] | None = None,
+    read: Callable[[Row], ReadRow] | None = None,
     columns: dict[str, str] | None = None,
 ) -> "Rows":
     """The rows of a data file, of a folder of data files, or of a data set of the hub.
@@ -87,7 +87,7 @@ class Alike:
     count: int = 0
 
 
-class Rows(Sequence[dict]):
+class Rows:
     """Rows that were read and checked. They are packed, and unpacked when asked for.
 
     `kinds` has the rows of each form, see `describe_form`, `notes` those that a note is about.
@@ -106,7 +106,7 @@ class Rows(Sequence[dict]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, i: object) -> Any:
+    def __getitem__(self, i: int) -> Row:
         return pickle.loads(self.table["row"][i].as_buffer())
 
     def locate(self, i: int) -> str:
@@ -154,7 +154,7 @@ def _fingerprint(source: Source) -> str:
 def check_rows(
     path: str,
     located_rows: Iterable[LocatedRow],
-    read: Callable[[dict], ReadRow] | None,
+    read: Callable[[Row], ReadRow] | None,
     columns: dict[str, str],
     is_hub: bool,
 ) -> Iterator[dict]:
@@ -200,7 +200,7 @@ def check_problems(path: str, problems: dict[str, list[str]]) -> None:
     raise ValueError("\n".join(lines))
 
 
-def _parse_row(row: dict, is_columnar: bool) -> dict:
+def _parse_row(row: Row, is_columnar: bool) -> Row:
     """The row with JSON text of conversations and tools parsed. ValueError for broken text."""
     parsed = {}
     for column, value in row.items():
@@ -216,7 +216,7 @@ def _parse_row(row: dict, is_columnar: bool) -> dict:
     return parsed
 
 
-def _unpack_row(row: RawRow) -> dict:
+def _unpack_row(row: RawRow) -> Row:
     if isinstance(row, str):
         row = _parse_json(row, "row")
     elif isinstance(row, pyarrow.RecordBatch):
@@ -233,7 +233,7 @@ def _unpack_row(row: RawRow) -> dict:
     return row
 
 
-def _parse_messages(text: str, column: str) -> str | list[dict]:
+def _parse_messages(text: str, column: str) -> str | list[Message]:
     """The list of messages that a text is in JSON; any other text as it is.
 
     ValueError for JSON with an error in a column that is named after messages.
@@ -259,9 +259,9 @@ def _parse_json(text: str, source: str) -> Any:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
 
 
-def _to_object(pairs: list[tuple[str, Any]]) -> dict:
+def _to_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object. ValueError if a key occurs twice, of which json keeps the last."""
-    value: dict[str, Any] = {}
+    value: dict[str, object] = {}
     for key, item in pairs:
         if key in value:
             raise ValueError(f"key {key!r} occurs twice in one object")
@@ -269,7 +269,7 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def _drop_nested_nulls(value: object) -> Any:
+def _drop_nested_nulls(value: object) -> object:
     """The value, in which objects lose the keys whose value is null.
 
     Columnar data give each object the keys of all objects, with null for those it lacks.
