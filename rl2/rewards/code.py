@@ -94,7 +94,7 @@ def judge(program: str, test_cases: object, limits: Limits | None = None) -> Ver
         inputs = [_join_texts(text, "inputs of text") for text in inputs]
         outputs = [_join_texts(text, "outputs of text") for text in outputs]
         return _run_on_inputs(program, inputs, outputs, limits)
-    cases = [_read_call(*call) for call in zip(inputs, outputs, strict=True)]
+    cases = [_read_call(call, output) for call, output in zip(inputs, outputs, strict=True)]
     if "class Solution" in program:
         function = f"Solution().{function}"
     return _run_calls(program, function, cases, limits)
@@ -113,27 +113,30 @@ def _read_call(given: object, output: object) -> tuple[list, list]:
     return arguments, [_parse("outputs", output)]
 
 
-def _with_number_keys(argument: Any) -> Any:
+def _with_number_keys(argument: object) -> object:
     """An argument as it was before JSON, which has no other keys than texts."""
+    if not isinstance(argument, dict):
+        return argument
     try:
         return {int(key): value for key, value in argument.items()}
-    except (AttributeError, ValueError):
+    except ValueError:
         return argument
 
 
-def _parse(name: str, text: Any) -> Any:
+def _parse(name: str, text: Any) -> object:
     try:
         return json.loads(text)
     except (TypeError, ValueError):
         raise _unexpected(f"{name} in JSON, as there is fn_name", text) from None
 
 
-def _join_texts(texts: Any, expected: str) -> str:
+def _join_texts(given: object, expected: str) -> str:
     """A text, or the texts of a list in lines. ValueError for anything else."""
-    for text in texts if isinstance(texts, list) else [texts]:
+    texts: list = given if isinstance(given, list) else [given]
+    for text in texts:
         if not isinstance(text, str):
             raise _unexpected(expected, text)
-    return "\n".join(texts) if isinstance(texts, list) else texts
+    return "\n".join(texts)
 
 
 def _unexpected(expected: str, value: object) -> ValueError:
@@ -175,9 +178,14 @@ def _run_calls(
 
 def _run_tests(program: str, tests: str, limits: Limits | None) -> Verdict:
     for node in ast.walk(ast.parse(tests)):  # an error of the tests is none of the program
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            _check_imports(node)
-        if isinstance(node, ast.ClassDef) and "TestCase" in " ".join(map(ast.unparse, node.bases)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _check_import(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            _check_import(node.module or "")
+        elif isinstance(node, ast.ClassDef) and "TestCase" in " ".join(
+            map(ast.unparse, node.bases)
+        ):
             raise ValueError(
                 f"the tests have the class {node.name}, and classes of unittest do not run here: "
                 "write asserts, or functions test_...() without arguments"
@@ -210,13 +218,10 @@ def _check_time(result: Result) -> None:
         )
 
 
-def _check_imports(node: ast.Import | ast.ImportFrom) -> None:
-    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    for module in modules:
-        package = module.partition(".")[0]
-        if package not in ("solution", "__main__") and importlib.util.find_spec(package) is None:
-            raise ValueError(f"the tests import {package}, which is not installed")
+def _check_import(module: str) -> None:
+    package = module.partition(".")[0]
+    if package not in ("solution", "__main__") and importlib.util.find_spec(package) is None:
+        raise ValueError(f"the tests import {package}, which is not installed")
 
 
 def _describe(result: Result) -> str:

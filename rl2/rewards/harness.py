@@ -39,7 +39,7 @@ class Connection:
         self.writer.write(text.encode() + b"\n")
         self.writer.flush()
 
-    def encode(self, value: object) -> Any:
+    def encode(self, value: object) -> object:
         """Returns the value for JSON: [kind, content], or a scalar as it is.
 
         Of an object of a class that derives from a plain type, only the plain part is sent.
@@ -57,7 +57,7 @@ class Connection:
             return "dict", [(self.encode(key), self.encode(x)) for key, x in dict.items(value)]
         return self.encode_object(value)
 
-    def encode_object(self, value: object) -> Any:
+    def encode_object(self, value: object) -> object:
         raise NotImplementedError
 
     def decode(self, message: object) -> Any:
@@ -74,7 +74,7 @@ class Connection:
             return bytes.fromhex(content)
         return self.decode_object(kind, content)
 
-    def decode_object(self, kind: str, content: object) -> Any:
+    def decode_object(self, kind: str, content: object) -> object:
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class Server(Connection):
         super().__init__()
         self.module = module
 
-    def encode_object(self, value: object) -> Any:
+    def encode_object(self, value: object) -> object:
         if isinstance(value, type) and issubclass(value, BaseException):
             return "error", bases_of(value)
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
@@ -172,7 +172,7 @@ class Client(Connection):
             raise error
         return value
 
-    def encode_object(self, value: object) -> Any:
+    def encode_object(self, value: object) -> object:
         fail(f"the tests pass a {type(value).__name__} to the program, which takes plain data")
 
     def decode_object(self, kind: str, content: Any) -> Any:
@@ -211,12 +211,12 @@ class ProgramName:
         self._client = client
         self._path = path
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._client.ask(f"{self._path}.{name}".lstrip("."))
 
-    def __call__(self, *arguments: object, **keywords: object) -> Any:
+    def __call__(self, *arguments: object, **keywords: object) -> object:
         if self._path == "Solution" and not arguments and not keywords:
             return ProgramName(self._client, "Solution()")
         Client.num_calls += 1
@@ -256,7 +256,7 @@ def check(tests: str, token: str) -> NoReturn:
     os._exit(0)
 
 
-def find_problem(scope: dict[str, Any], names: set[str]) -> str:
+def find_problem(scope: dict[str, object], names: set[str]) -> str:
     """Says what the tests lack, or nothing. `names` are those that they use."""
     for name, value in scope.items():
         is_own = getattr(value, "__module__", "") == "tests" and name not in names

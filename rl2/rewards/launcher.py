@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-# How a command ended
-SUCCEEDED, FAILED, KILLED, TIMED_OUT, STARVED = 0, 3, 4, 5, 6
+# How a command ended. One that starved timed out, and had waited for a core for most of its time.
+STATUSES = ("succeeded", "failed", "killed", "timed out", "starved")
+SUCCEEDED, FAILED, KILLED, TIMED_OUT, STARVED = range(5)
 # The trainer comes first: on a core that both want, a program gets a tenth. The launcher keeps its
 # priority, since it must be able to end a program on a busy machine.
 NICENESS = 10
@@ -39,6 +40,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
+Job = dict[str, Any]  # what rl2/rewards/sandbox.py asks for
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,7 +91,7 @@ def enter_folder(folder: str, user: int, has_namespaces: bool) -> None:
     os.environ["HOME"] = folder
 
 
-def serve(job: dict[str, Any], user: int, proc: int) -> None:
+def serve(job: Job, user: int, proc: int) -> None:
     """Runs the commands of a sandbox until the other end of its socket closes.
 
     A message is the JSON of a command and its limit of time, with the files of its standard input,
@@ -114,7 +116,7 @@ def serve(job: dict[str, Any], user: int, proc: int) -> None:
         channel.send(bytes([status]))
 
 
-def supervise(job: dict[str, Any], user: int, proc: int, files: Sequence[int]) -> int:
+def supervise(job: Job, user: int, proc: int, files: Sequence[int]) -> int:
     """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended.
 
     `proc` is the folder /proc. `files` are the program's standard input, output and errors. OSError
@@ -161,7 +163,7 @@ def waited(proc: int) -> float:
         return 0.0
 
 
-def start_program(job: dict[str, Any], user: int, errors: int, files: Sequence[int]) -> NoReturn:
+def start_program(job: Job, user: int, errors: int, files: Sequence[int]) -> NoReturn:
     """Becomes the program, without rights and with its limits. Writes to `errors` if it cannot."""
     try:
         for number, file in enumerate(files):
@@ -191,14 +193,10 @@ def kill_others(user: int) -> None:
     with suppress(ChildProcessError):  # none is left
         while True:
             if not is_first:
-                kill_children()
+                with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                    for child in children.read().split():
+                        os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def kill_children() -> None:
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        for child in children.read().split():
-            os.kill(int(child), signal.SIGKILL)
 
 
 def kill_user(user: int) -> bool:

@@ -245,7 +245,7 @@ def _sides(field: str) -> list[str]:
     constants = [side for side in spellings if CONSTANT.fullmatch(side)]
     names = [side for side in spellings if NAME.fullmatch(side)]
     are_all = len(constants) + len(names) == len(before)
-    return [*constants, last] if constants or are_all else [field]
+    return constants + [last] if constants or are_all else [field]
 
 
 def _is_close(value: Fraction, expected: Fraction) -> bool:

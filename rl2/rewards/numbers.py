@@ -56,12 +56,7 @@ WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?(?:\^?[23²³](?!\w))?|\S")
 VARIABLE = re.compile(r"(?:^|\s)[a-z]\s*=\s*$", re.IGNORECASE)
 WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 # Words beside a number that make it another number, or put it in doubt.
-DOUBTFUL = {
-    *WORDS["numbers"],
-    *WORDS["parts"],
-    *WORDS["operations"],
-    *WORDS["doubts"],
-}
+DOUBTFUL = set(WORDS["numbers"] + WORDS["parts"] + WORDS["operations"] + WORDS["doubts"])
 EQUALS = re.compile(r"(?<![<>!=])=(?!=)")
 WITH_SUM = re.compile(r"([^(]+)\(([^()]*\d[^()]*)\)\.?")  # 5 apples (2 + 3), 60 minutes (1 hour)
 SCIENTIFIC = re.compile(
@@ -182,7 +177,7 @@ def quantity(field: str | None, asked: str = "") -> Fraction | None:
         return value
     if _are_equal(sides, _one_quantity(last)) or _are_equal(sides, value):
         return value
-    sizes = [_size(side) for side in (*sides, last)]
+    sizes = [_size(side) for side in sides + [last]]
     if None not in sizes and len(set(sizes)) == 1:
         return value
     # Not an equation of numbers: "The answer is x = 72"
@@ -273,7 +268,7 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
     if found is None:
         return False
     counts = HOW_MANY.findall(last_sentence)
-    texts = [*counts, *IN_UNITS.findall(last_sentence)]
+    texts = counts + IN_UNITS.findall(last_sentence)
     asked = [counted for text in texts if (counted := _counted(text)) is not None]
     if counts or asked:
         return not any(found[1] == name and found[2] in ("", power) for _, name, power in asked)
@@ -320,7 +315,7 @@ def _introduces(text: str) -> bool:
         words not in (["a"], ["i"])
         and words.count("=") <= 1
         and all(
-            word in ("i", "a", *",:=")
+            word in ("i", "a", ",", ":", "=")
             or (word.replace("'", "").isalpha() and len(word) > 1 and not _is_doubtful(word))
             for word in words
         )
@@ -352,7 +347,7 @@ def _is_unit_word(word: str, letters: set[str]) -> bool:
 
 def _is_doubtful(word: str) -> bool:
     """Whether a word makes a number another one or puts it in doubt: half, isn't, one-third."""
-    parts = {word.lower(), *word.lower().split("-")}
+    parts = {word.lower()}.union(word.lower().split("-"))
     return word.lower().endswith("n't") or bool(parts & DOUBTFUL)
 
 

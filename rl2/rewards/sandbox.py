@@ -38,18 +38,17 @@ from typing import IO, NamedTuple, Self
 from rl2.rewards import launcher
 
 STRENGTHS = ("namespaces", "user", "process")  # the strongest first
-STATUSES = {  # by the answer of the launcher
-    launcher.SUCCEEDED: "succeeded",
-    launcher.FAILED: "failed",
-    launcher.KILLED: "killed",
-    launcher.TIMED_OUT: "timed out",
-    launcher.STARVED: "starved",  # It timed out, and had waited for a core for most of the time.
-}
 # What programs and commands can read with namespaces, besides Python and its packages: /bin and
 # what follows it are for the shell, and for the names that Debian gives to awk and others.
 SYSTEM_PATHS = {
-    *("/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"),
-    *("/bin", "/etc/alternatives", "/dev/zero"),
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/dev/null",
+    "/dev/urandom",
+    "/bin",
+    "/etc/alternatives",
+    "/dev/zero",
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -90,7 +89,7 @@ class Program(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a program ended, and what it wrote. `status` is one of STATUSES.
+    """How a program ended, and what it wrote. `status` is one of launcher.STATUSES.
 
     A program that has starved was ready to run, and had no core for most of its time.
     """
@@ -140,8 +139,8 @@ class Sandbox:
         folder = tempfile.mkdtemp(prefix="rl2-sandbox-")
         try:
             _fill(Path(folder), files)
-            job = _make_job(strength or best_strength(), self.limits, folder)
-            self._channel, process = _start_launcher(job, self._errors)
+            strength = strength or best_strength()
+            self._channel, process = _start_launcher(strength, self.limits, folder, self._errors)
         except BaseException:
             _remove_folder(folder)
             raise
@@ -179,7 +178,7 @@ class Sandbox:
                 raise self._ended()
         status = answer[0] if answer else launcher.KILLED
         stdout, stderr = map(_read, self._outputs)
-        return Result(STATUSES[status], stdout, stderr)
+        return Result(launcher.STATUSES[status], stdout, stderr)
 
     def _ended(self) -> OSError:
         reason = _read(self._errors).strip()
@@ -282,10 +281,13 @@ def _fill(folder: Path, files: Files | str | Path) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _make_job(strength: str, limits: Limits, folder: str) -> dict[str, object]:
-    """What the launcher needs to know."""
-    paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, folder}
-    return {
+def _start_launcher(
+    strength: str, limits: Limits, folder: str, errors: IO[bytes]
+) -> tuple[socket.socket, subprocess.Popen]:
+    """(a socket to the launcher, its process)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    paths = SYSTEM_PATHS | {sys.base_prefix, sys.prefix, folder}
+    job = {
         "trainer": os.getpid(),
         "strength": strength,
         "folder": folder,
@@ -297,18 +299,11 @@ def _make_job(strength: str, limits: Limits, folder: str) -> dict[str, object]:
             "FSIZE": limits.file_bytes,
             "CORE": 0,
         },
+        "channel": theirs.fileno(),
     }
-
-
-def _start_launcher(
-    job: dict[str, object], errors: IO[bytes]
-) -> tuple[socket.socket, subprocess.Popen]:
-    """(a socket to the launcher, its process)."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    text = json.dumps(job | {"channel": theirs.fileno()})
     start = functools.partial(
         subprocess.Popen,
-        [sys.executable, "-I", "-S", launcher.__file__, text],
+        [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
@@ -347,7 +342,7 @@ def _remove_folder(path: str) -> None:
         shutil.rmtree(path)
     except (OSError, RecursionError):
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            subprocess.run([*command, path], stderr=subprocess.DEVNULL)
+            subprocess.run(command + [path], stderr=subprocess.DEVNULL)
 
 
 def _read(file: IO[bytes]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rl2.rewards.sandbox import Files, Limits, Result, Sandbox, free_core
 
+SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 
 
@@ -41,7 +42,7 @@ class Workspace(Sandbox):
         The call waits for a free core. OSError if the workspace has been closed, or if it has
         ended, as it may where the machine runs out of memory.
         """
-        words = [_shell(), "-c", command] if isinstance(command, str) else command
+        words = [SHELL, "-c", command] if isinstance(command, str) else command
         with self._lock, free_core():
             self.start(words, stdin)
             return self.wait()
@@ -67,7 +68,3 @@ def shorten(text: str, max_characters: int) -> str:
         return text
     half = max_characters // 2
     return f"{text[:half]}\n...\n{text[-half:]}"
-
-
-def _shell() -> str:
-    return "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
