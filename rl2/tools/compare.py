@@ -18,15 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rl2.report.page import prompt_of, reward_of
-from rl2.run.records import Record, find_steps, read_lines, read_object, step_of
+from rl2.run.records import find_steps, read_lines, read_object, step_of
 from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
 T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
+    "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
+    "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086 "
+    "2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042"
+).split()
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,11 @@ def main() -> None:
     if not second:
         parser.error("give the runs of the second recipe after --")
     try:
-        part = arguments.score or common_score([*arguments.first, *second])
-        recipes = [
-            [read_evaluation(run, arguments.set, part) for run in runs]
-            for runs in (arguments.first, second)
-        ]
-        lines = describe(*recipes)
+        part = arguments.score or common_score(arguments.first + second)
+        lines = describe(
+            [read_evaluation(run, arguments.set, part) for run in arguments.first],
+            [read_evaluation(run, arguments.set, part) for run in second],
+        )
     except ValueError as error:
         parser.exit(2, f"rl2 compare: {error}\n")
     print("\n".join(lines))
@@ -95,52 +94,28 @@ def read_evaluation(run: Path, set_name: str, part: str | None) -> Evaluation:
         remedy = f"it has {', '.join(found)}: choose with --set" if found else "evaluate it"
         raise ValueError(f"{run} has no transcripts in rollouts/{split}/; {remedy}")
     last = steps[-1]
-    questions = read_questions(last)
-    scores = score_questions(questions, part)
+    found_parts: dict[str, None] = {}
+    scores: dict[str, list[float]] = defaultdict(list)  # by question, a text of prompt and row
+    for record in read_lines(last)[0]:
+        rewards = record.get("rewards") or {}
+        found_parts |= dict.fromkeys(rewards)
+        if record.get("finish_reason") != "failed":
+            question = [prompt_of(record), record.get("row")]
+            score = score_of(rewards, reward_of(record), part) or 0.0
+            scores[json.dumps(question, sort_keys=True, default=str)].append(score)
     if not scores:
         raise ValueError(f"{last}: no answer was scored")
-    found_parts: dict[str, None] = {}
-    for records in questions.values():
-        for record in records:
-            found_parts |= dict.fromkeys(record.get("rewards") or {})
     if part is not None and part not in found_parts:
         raise ValueError(f"--score {part}: the rewards have the parts {', '.join(found_parts)}")
-    return Evaluation(run, step_of(last), scores)
-
-
-def read_questions(path: Path) -> dict[str, list[Record]]:
-    """Returns the answers to each question, a text of its prompt and row."""
-    questions: dict[str, list[Record]] = defaultdict(list)
-    for record in read_lines(path)[0]:
-        question = [prompt_of(record), record.get("row")]
-        questions[json.dumps(question, sort_keys=True, default=str)].append(record)
-    return questions
-
-
-def score_questions(questions: dict[str, list[Record]], part: str | None) -> dict[str, float]:
-    """Returns the mean score of the answers to each question. `part` is rollout.score.
-
-    Answers on which the environment failed do not count, nor do questions that have no other.
-    """
-    scores = {}
-    for question, records in questions.items():
-        counted = [record for record in records if record.get("finish_reason") != "failed"]
-        if counted:
-            scores[question] = fmean(_score_record(record, part) for record in counted)
-    return scores
-
-
-def _score_record(record: Record, part: str | None) -> float:
-    return score_of(record.get("rewards") or {}, reward_of(record), part) or 0.0
+    means = {question: fmean(values) for question, values in scores.items()}
+    return Evaluation(run, step_of(last), means)
 
 
 def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
     """Returns the comparison, line by line. ValueError if no question is in all runs."""
-    questions = [
-        question
-        for question in first[0].scores
-        if all(question in evaluation.scores for evaluation in [*first, *second])
-    ]
+    questions = list(first[0].scores)
+    for evaluation in first + second:
+        questions = [question for question in questions if question in evaluation.scores]
     if not questions:
         raise ValueError("no question is in all runs: compare runs with the same test rows")
     lines = []
@@ -148,7 +123,7 @@ def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
         for evaluation in recipe:
             mean = fmean(evaluation.scores[question] for question in questions)
             lines.append(f"{title:8}{mean:.4f}  step {evaluation.step}  {evaluation.run}")
-    num_left_out = max(len(e.scores) for e in [*first, *second]) - len(questions)
+    num_left_out = max(len(e.scores) for e in first + second) - len(questions)
     found = compare(first, second, questions)
     lines.append(f"{len(questions)} questions, the same in all runs")
     if num_left_out:
@@ -166,10 +141,7 @@ def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
 
 def compare(first: list[Evaluation], second: list[Evaluation], questions: list[str]) -> Difference:
     """Returns the difference of two recipes on the questions that all of their runs have."""
-    a, b = (
-        np.array([[evaluation.scores[question] for question in questions] for evaluation in recipe])
-        for recipe in (first, second)
-    )  # [runs, questions]
+    a, b = score_table(first, questions), score_table(second, questions)
     by_question = b.mean(0) - a.mean(0)
     num_questions = len(questions)
     if num_questions == 1:
@@ -185,8 +157,13 @@ def compare(first: list[Evaluation], second: list[Evaluation], questions: list[s
     return Difference(float(by_question.mean()), float(error))
 
 
+def score_table(recipe: list[Evaluation], questions: list[str]) -> np.ndarray:
+    """Returns the scores [runs, questions]."""
+    return np.array([[run.scores[question] for question in questions] for run in recipe])
+
+
 def _t_quantile(variance: float, parts: list[tuple[float, int]]) -> float:
     """Student's 0.975 for a variance of parts with degrees of freedom (Satterthwaite, 1946)."""
     terms = sum(part**2 / degrees for part, degrees in parts)
     degrees = max(1, int(variance**2 / terms)) if terms else len(T_QUANTILES) + 1
-    return T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else 1.96
+    return float(T_QUANTILES[degrees - 1]) if degrees <= len(T_QUANTILES) else 1.96

@@ -136,7 +136,7 @@ def find_state(run: Summary, record: Record, holding: Holding, is_evaluation: bo
 
 def format_table(runs: list[Summary]) -> list[str]:
     """Returns a line for each run, and below them what is wrong with some."""
-    rows = [["RUN", "TRAINER", "STEP", "SUCCESS", "STATE"], *(run.cells() for run in runs)]
+    rows = [["RUN", "TRAINER", "STEP", "SUCCESS", "STATE"]] + [run.cells() for run in runs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

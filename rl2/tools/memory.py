@@ -17,6 +17,7 @@ from rl2.batch import Batch
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
 from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTConfig, worker_names
 from rl2.model.load import FILES, HuggingFaceFiles
+from rl2.optimizer import AdamW, Muon
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.ppo_setup import SHARE_BESIDE_TRAINER
 from rl2.rounding import ceil_div, round_up
@@ -52,7 +53,7 @@ class Plan:
 class PhasedOptimizer:
     """An optimizer that calls `on_step()` before each step."""
 
-    def __init__(self, optimizer: Any, on_step: Callable[[], None]):
+    def __init__(self, optimizer: AdamW | Muon, on_step: Callable[[], None]):
         self.optimizer = optimizer
         self.on_step = on_step
 

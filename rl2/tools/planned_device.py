@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> Self:
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_count(storage: Any, size: int) -> Any:
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resized = resize(storage, size)
             if storage._cdata in self._sizes:
                 self._set_size(storage._cdata, size)

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from itertools import product, zip_longest
+from itertools import product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,15 @@ TIMED = ("time/", "memory/", "tokens/per_second", "warnings")
 FACTS = ("cpu", "gpu", "threads", "commit", "code")
 # What an answer is compared by, in the order in which a step makes it. It may lack some of it.
 PARTS = (
-    *("row", "messages", "finish_reason", "length"),
-    *("rewards", "weights", "reward", "is_filtered", "advantage"),
+    "row",
+    "messages",
+    "finish_reason",
+    "length",
+    "rewards",
+    "weights",
+    "reward",
+    "is_filtered",
+    "advantage",
 )
 NOTHING = "nothing"  # where only one of the two has a value
 SHOWN = 80  # characters of a value
@@ -185,8 +192,9 @@ def report(run: Path, again: Path, steps: range) -> str:
     before, now = (describe_launch(folder, steps[-1]) for folder in (run, again))
     names = [name for name in before if name in now and before[name] != now[name]]
     if names:
-        changes = (f"{name}: {before[name]} -> {now[name]}" for name in names)
-        print("changed since the run:", *changes, sep="\n  ")
+        print("changed since the run:")
+    for name in names:
+        print(f"  {name}: {before[name]} -> {now[name]}")
     print(f"first difference: {found}" if found else f"same: steps {steps[0]} to {steps[-1]}")
     return found
 
@@ -218,7 +226,7 @@ def find_difference(run: Path, again: Path, steps: Iterable[int]) -> str:
     return ""
 
 
-def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
+def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, object, object]]:
     """Yields (place, name, recorded value, new value) of two transcripts of a step.
 
     First of all answers what a step makes first.
@@ -234,17 +242,16 @@ def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, Any, Any]]:
 
 def compare_values(name: str, old: object, new: object) -> str:
     """Returns the dotted name of the first part that differs, and both values; "" if none does."""
-    pairs: Iterable[tuple[Any, Any, Any]]
+    if isinstance(old, list) and isinstance(new, list):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
-        pairs = ((key, old.get(key, NOTHING), new.get(key, NOTHING)) for key in old | new)
-    elif isinstance(old, list) and isinstance(new, list):
-        both = enumerate(zip_longest(old, new, fillvalue=NOTHING))
-        pairs = ((number, *values) for number, values in both)
-    else:
-        is_nan = old != old and new != new  # noqa: PLR0124
-        return "" if old == new or is_nan else f"{name}: {show_both(str(old), str(new))}"
-    found = (compare_values(f"{name}.{key}", a, b) for key, a, b in pairs)
-    return next(filter(None, found), "")
+        for key in old | new:
+            a, b = old.get(key, NOTHING), new.get(key, NOTHING)
+            if found := compare_values(f"{name}.{key}", a, b):
+                return found
+        return ""
+    is_nan = old != old and new != new  # noqa: PLR0124
+    return "" if old == new or is_nan else f"{name}: {show_both(str(old), str(new))}"
 
 
 def show_both(old: str, new: str) -> str:
