@@ -36,6 +36,7 @@ from rl2.rewards.spelling import in_latex, in_prose, one_spelling, plain_field
 from rl2.rewards.spelling import plain as plain
 
 MAX_PROCESSES = 4  # of math-verify, in each process that calls same_maths
+CPU_SECONDS = 5.0  # of a comparison
 MAX_BYTES = 2 * 2**30  # of memory that a process of math-verify may take
 CACHE_SIZE = 20_000  # verdicts of math-verify
 TOLERANCE = Fraction(1, 10**6)  # of a decimal that stands for a fraction, as 0.333333 for 1/3
@@ -106,11 +107,11 @@ def same_choice(field: str | None, answer: str) -> bool:
     return choice is not None and choice[1].upper() == expected[1].upper()
 
 
-def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: str = "") -> bool:
+def same_maths(field: str | None, answer: str, asked: str = "") -> bool:
     r"""Returns whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
-    in processes of its own. A field whose comparison takes more than `cpu_seconds` or MAX_BYTES is
+    in processes of its own. A field whose comparison takes more than CPU_SECONDS or MAX_BYTES is
     wrong. Any thread and process may call this. ModuleNotFoundError without math-verify. `asked` is
     the scale that the question asks for (`asked_scale`): if it asks for a percentage, 40\% is 40.
     """
@@ -124,7 +125,7 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
     if _is_other_unit(field, answer):
         return False
     if families := _families(field, answer):
-        return same_maths(*families, cpu_seconds)
+        return same_maths(*families)
     value, expected = number(field), number(answer)
     if value is not None and expected is not None:
         return _is_close(value, expected)
@@ -133,22 +134,22 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: 
         return spelling != ""
     sides = _sides(field)
     if sides != [field] and "=" not in expected_spelling:  # math-verify would take the last one
-        return all(same_maths(side, answer, cpu_seconds) for side in sides)
-    return _is_same_formula(field, answer, cpu_seconds)
+        return all(same_maths(side, answer) for side in sides)
+    return _is_same_formula(field, answer)
 
 
-def _is_same_formula(field: str, answer: str, cpu_seconds: float) -> bool:
+def _is_same_formula(field: str, answer: str) -> bool:
     """Returns the verdict of math-verify, but on what it would read in another way."""
     spelling, expected_spelling = one_spelling(field), one_spelling(answer)
     exact, approximately, decimal = spelling.partition(r"\approx")
     if approximately and approximately not in expected_spelling:
-        return same_maths(exact, answer, cpu_seconds) and _rounds_to(answer, decimal, cpu_seconds)
+        return same_maths(exact, answer) and _rounds_to(answer, decimal)
     if _is_in_words(field, answer):
         return True
     if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
         return False
     if introduced := INTRODUCED.fullmatch(field):
-        return same_maths(introduced[1], answer, cpu_seconds)
+        return same_maths(introduced[1], answer)
     if INTERVAL.fullmatch(spelling) and (column := COLUMN.fullmatch(expected_spelling)):
         answer = f"({column[1]})".replace(r"\\", ",")
     if number(answer) is not None and LETTER.search(plain_field(field)):
@@ -156,16 +157,15 @@ def _is_same_formula(field: str, answer: str, cpu_seconds: float) -> bool:
     field, answer = (KNOWN_UNIT.sub(" ", in_latex(text)) for text in (field, answer))
     # It would ignore the text, as a unit: 3\text{ or 4}.
     field = ALTERNATIVE.sub(r" \1 ", JUXTAPOSED.sub(r"\1\\cdot(", field))
-    return _ask_math_verify(json.dumps([field, answer, cpu_seconds, None]))
+    return _ask_math_verify(field, answer)
 
 
-def _rounds_to(answer: str, decimal: str, cpu_seconds: float) -> bool:
+def _rounds_to(answer: str, decimal: str) -> bool:
     """Returns whether a decimal is the rounded answer."""
     rounded = re.fullmatch(r"-?\d+(?:\.(\d+))?", decimal.replace(",", ""))
     if rounded is None:
         return False
-    request = [str(float(rounded[0])), answer, cpu_seconds, len(rounded[1] or "")]
-    return _ask_math_verify(json.dumps(request))
+    return _ask_math_verify(str(float(rounded[0])), answer, len(rounded[1] or ""))
 
 
 def _with_commas(field: str) -> str:
@@ -261,11 +261,9 @@ def _check_math_verify() -> None:
 
 
 @lru_cache(CACHE_SIZE)
-def _ask_math_verify(request: str) -> bool:
-    """Returns the verdict on a request: the field, the answer and cpu_seconds as a line of JSON.
-
-    Equal requests are asked once.
-    """
+def _ask_math_verify(field: str, answer: str, decimals: int | None = None) -> bool:
+    """Returns the verdict on a field; the answer may be rounded. Equal requests are asked once."""
+    request = json.dumps([field, answer, CPU_SECONDS, decimals])
     return _pool(os.getpid()).submit(_ask_process, request).result()
 
 
