@@ -351,16 +351,17 @@ def render_sft(template: ChatTemplate, row: Row) -> list[RenderedReply]:
         return [template.render_reply(messages, completion, tools)]
     first = len(messages) if completion else 0
     messages = messages + (completion or [])
-    reply_indices = [i for i in range(first, len(messages)) if is_trained(messages[i])]
-    return [template.render_reply(messages[:i], messages[i], tools) for i in reply_indices]
+    replies = []
+    for i in range(first, len(messages)):
+        if is_trained(messages[i]):
+            replies.append(template.render_reply(messages[:i], messages[i], tools))
+    return replies
 
 
 def render_pair(template: ChatTemplate, row: Row) -> list[RenderedReply]:
     """The replies `chosen` and `rejected` to the prompt `messages`, in this order."""
-    chosen, rejected = (
-        template.render_reply(row["messages"], row[column], row.get("tools"))
-        for column in ("chosen", "rejected")
-    )
+    chosen = template.render_reply(row["messages"], row["chosen"], row.get("tools"))
+    rejected = template.render_reply(row["messages"], row["rejected"], row.get("tools"))
     if chosen == rejected:
         raise ValueError(
             "the chat template writes 'chosen' and 'rejected' as the same text, without what "

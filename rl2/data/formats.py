@@ -12,7 +12,7 @@ columns stay. ValueError tells why a row does not suit.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rl2.data.messages import (
@@ -56,8 +56,7 @@ def rename_columns(row: Row, columns: dict[str, str]) -> Row:
             f"the row has {', '.join(row)}"
         )
     replaced = columns.keys() | set(columns.values())
-    kept = {name: value for name, value in row.items() if name not in replaced}
-    return kept | {new: row[old] for old, new in columns.items()}
+    return _without(row, replaced) | {new: row[old] for old, new in columns.items()}
 
 
 def read_ppo_row(row: Row) -> ReadRow:
@@ -201,7 +200,7 @@ def _read_messages(row: Row) -> ReadRow:
     check_messages(messages)
     if source != "messages":
         notes.append(f"{source} is read as messages")
-    others = {name: item for name, item in row.items() if name != source}
+    others = _without(row, (source,))
     system = next((name for name in SYSTEM_COLUMNS if name in row), None)
     if system is not None:
         # A text beside a system prompt is what the user says, as in rows of Orca.
@@ -229,9 +228,9 @@ def _read_instruction(row: Row) -> ReadRow:
         raise ValueError("column 'history' is not read: write the conversation as messages")
     names = ["instruction"] + [name for name in INPUT_COLUMNS if row.get(name)]
     question = "\n".join(check_text(row[name], name) for name in names)
-    others = {name: value for name, value in row.items() if name not in names}
     note = f"the message of the user is read from {' and '.join(names)}"
-    return others | {"messages": [{"role": "user", "content": question}]}, [note]
+    messages = [{"role": "user", "content": question}]
+    return _without(row, names) | {"messages": messages}, [note]
 
 
 def _to_tool(tool: object) -> object:
@@ -239,6 +238,10 @@ def _to_tool(tool: object) -> object:
     if isinstance(tool, dict) and "name" in tool and not tool.keys() & {"function", "type"}:
         return {"type": "function", "function": tool}
     return tool
+
+
+def _without(row: Row, names: Collection[str]) -> Row:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _first_column(row: Row, names: Iterable[str]) -> str | None:
@@ -260,7 +263,7 @@ def _to_message(message: object) -> object:
         return message
     if "role" not in message and {"from", "value"} <= message.keys():
         sender, text = message["from"], message["value"]
-        others = {name: item for name, item in message.items() if name not in ("from", "value")}
+        others = _without(message, ("from", "value"))
         if sender == "function_call":
             message = {"role": "assistant", "tool_calls": _to_calls(text)} | others
         elif sender in SHAREGPT_ROLES:

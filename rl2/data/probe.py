@@ -9,6 +9,7 @@ come out once. Rows have one form if they have the same columns, roles, fields a
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.messages import (
@@ -107,8 +108,10 @@ def find_unshown(template: ChatTemplate, row: Row, render: Render) -> list[str]:
     rendered = _try(render, template, planted)
     if rendered is None:
         return []  # the row itself is refused too, with its own reason
-    texts = [text for reply in rendered for text in reply]
-    shown = {place: max(text.count(word) for text in texts) for place, word in probes.words.items()}
+    texts = list(chain.from_iterable(rendered))
+    shown = {}
+    for place, word in probes.words.items():
+        shown[place] = max(text.count(word) for text in texts)
     is_text = isinstance(row["messages"], str)
     if not any((template.system_prompt or "").strip() in text for text in texts):
         if is_text or row["messages"][0]["role"] not in SYSTEM_ROLES:  # it has none of its own
@@ -137,7 +140,8 @@ def find_unshown(template: ChatTemplate, row: Row, render: Render) -> list[str]:
 
 def _find_unlike_prompts(rendered: Sequence[tuple[str, ...]]) -> list[str]:
     """A warning if a reply is not trained behind the prompt that the model samples it from."""
-    for before, whole in (reply for reply in rendered if len(reply) == 2):
+    for texts in rendered:
+        before, whole = texts[0], texts[-1]  # of a prompt both are the same
         beginning = before[common_prefix_length(before, whole) :]
         if beginning:
             return [

@@ -70,20 +70,14 @@ OPERATORS: dict[type, Callable] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-# Each spelling of a measure -> (dimension, unit)
-MEASURES = {
-    word: (dimension, names.split()[0])
-    for dimension, measures in WORDS["measures"].items()
-    for names in measures
-    for word in names.split()
-}
-# A unit -> its size, in one unit of its dimension
-SIZES = {
-    names.split()[0]: Fraction(size)
-    for measures in WORDS["measures"].values()
-    for names, size in measures.items()
-    if size
-}
+MEASURES: dict[str, tuple[str, str]] = {}  # each spelling of a measure -> (dimension, unit)
+SIZES: dict[str, Fraction] = {}  # a unit -> its size, in one unit of its dimension
+for dimension, measures in WORDS["measures"].items():
+    for names, size in measures.items():
+        spellings = names.split()
+        MEASURES |= dict.fromkeys(spellings, (dimension, spellings[0]))
+        if size:
+            SIZES[spellings[0]] = Fraction(size)
 AMOUNT = re.compile(r"([$€£]?)(\d[\d,]*(?:\.\d+)?) ?([a-z]*|¢)(?:,? and |,? |$)", re.IGNORECASE)
 MEASURE = re.compile(
     r"(?:(square|sq|cubic|cu)\b\.? ?)?([$€£¢]|(?<![a-z'])[a-z]+)"
@@ -194,13 +188,17 @@ def _are_equal(sides: list[str], value: Fraction | None) -> bool:
 def _size(text: str) -> tuple[str, Fraction] | None:
     """Returns the dimension of 2 hours and 40 minutes, and its size, or None."""
     text = re.sub(r"[^$€£\d]*", "", text, count=1).strip(" .")
-    amounts = [(MEASURES.get(m[1] or m[3].lower()), m[2]) for m in AMOUNT.finditer(text)]
-    if AMOUNT.sub("", text) or not all(m and m[1] in SIZES for m, _ in amounts):
+    dimensions = set()
+    total = Fraction(0)
+    for sign, amount, word in AMOUNT.findall(text):
+        dimension, name = MEASURES.get(sign or word.lower(), ("", ""))
+        if name not in SIZES:
+            return None
+        dimensions.add(dimension)
+        total += SIZES[name] * Fraction(amount.replace(",", ""))
+    if AMOUNT.sub("", text) or len(dimensions) != 1:
         return None
-    dimensions = {measure[0] for measure, _ in amounts if measure}
-    sizes = (SIZES[m[1]] * Fraction(n.replace(",", "")) for m, n in amounts if m)
-    size = sum(sizes, Fraction(0))
-    return (dimensions.pop(), size) if len(dimensions) == 1 else None
+    return dimensions.pop(), total
 
 
 def arithmetic(text: str) -> Fraction | None:
@@ -269,7 +267,7 @@ def is_other_unit(field: str, messages: list[dict]) -> bool:
         return False
     counts = HOW_MANY.findall(last_sentence)
     texts = counts + IN_UNITS.findall(last_sentence)
-    asked = [counted for text in texts if (counted := _counted(text)) is not None]
+    asked = list(filter(None, map(_counted, texts)))
     if counts or asked:
         return not any(found[1] == name and found[2] in ("", power) for _, name, power in asked)
     if found[0] == "speed" and not SPEED.search(last_sentence):
@@ -311,15 +309,13 @@ def _one_quantity(field: str) -> Fraction | None:
 def _introduces(text: str) -> bool:
     """Whether words before a number leave it as it is: "So x =", "Tom has", but not "at least"."""
     words = WORD.findall(VARIABLE.sub(" ", text).lower())
-    return (
-        words not in (["a"], ["i"])
-        and words.count("=") <= 1
-        and all(
-            word in ("i", "a", ",", ":", "=")
-            or (word.replace("'", "").isalpha() and len(word) > 1 and not _is_doubtful(word))
-            for word in words
-        )
-    )
+    if words in (["a"], ["i"]) or words.count("=") > 1:
+        return False
+    for word in words:
+        is_word = word.replace("'", "").isalpha() and len(word) > 1
+        if word not in ("i", "a", ",", ":", "=") and not (is_word and not _is_doubtful(word)):
+            return False
+    return True
 
 
 def _is_unit(text: str, is_money: bool) -> bool:

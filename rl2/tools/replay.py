@@ -189,7 +189,7 @@ def run_until(step: int, source: Path, checkpoint: Path | None, out: Path) -> No
 def report(run: Path, again: Path, steps: range) -> str:
     """Prints what has changed since the run, and the first difference. Returns this one, or ""."""
     found = find_difference(run, again, steps)
-    before, now = (describe_launch(folder, steps[-1]) for folder in (run, again))
+    before, now = describe_launch(run, steps[-1]), describe_launch(again, steps[-1])
     names = [name for name in before if name in now and before[name] != now[name]]
     if names:
         print("changed since the run:")
@@ -218,8 +218,9 @@ def find_difference(run: Path, again: Path, steps: Iterable[int]) -> str:
         transcript = Path(f"rollouts/train/step_{step}.jsonl")
         pairs = list(pair_answers(run / transcript, again / transcript))
         old, new = first.get(step, {}), second.get(step, {})
-        names = [name for name in old if name in new and not name.startswith(TIMED)]
-        pairs += [("metrics.jsonl", name, old[name], new[name]) for name in names]
+        for name in old:
+            if name in new and not name.startswith(TIMED):
+                pairs.append(("metrics.jsonl", name, old[name], new[name]))
         for place, name, a, b in pairs:
             if found := compare_values(name, a, b):
                 return f"step {step}, {place}\n  {found}"
@@ -231,7 +232,8 @@ def pair_answers(run: Path, again: Path) -> Iterator[tuple[str, str, object, obj
 
     First of all answers what a step makes first.
     """
-    first, second = ({record["id"]: record for record in read_lines(x)[0]} for x in (run, again))
+    first = {record["id"]: record for record in read_lines(run)[0]}
+    second = {record["id"]: record for record in read_lines(again)[0]}
     place = "/".join(run.parts[-3:])
     yield place, "ids of answers", list(first), list(second)
     for part, number in product(PARTS, [number for number in first if number in second]):
