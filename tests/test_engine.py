@@ -119,7 +119,7 @@ def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
     engine.sleep()
     assert not any(weight.untyped_storage().nbytes() for weight in engine.model.parameters())
     assert not engine.cache.layers
-    with pytest.raises(AssertionError, match="sleeping"):
+    with pytest.raises(AssertionError, match="incomplete"):
         play(engine, make_prompts(3), max_new_tokens=5)
     engine.wake()
     monkeypatch.setattr(engine, "device", CPU)
@@ -239,7 +239,7 @@ def test_a_cancelled_request_frees_its_slot_or_its_place(llama, cancelled):
     results = engine.loop.run_until_complete(cancel_all_but_one())
     assert isinstance(results.pop(cancelled), asyncio.CancelledError)
     assert to_tuples(results) == [expected[1 - cancelled]]
-    assert not engine.in_flight and not engine.prompts
+    assert not engine._unfinished() and not engine.prompts
     engine.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from common import ROOT, make_model
 
 FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
-ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "vllm", "vllm_start"))
+ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "states", "vllm", "vllm_start"))
 ROLLOUT = ("rollout/filter.py", "rollout/partial.py")
 OTHERS = ("agents", "teacher.py", *ROLLOUT, *ENGINES)
 

@@ -12,8 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,11 +34,14 @@ from rl2.engine.cache import DenseKVCache, KVCache, PrefillAttention, PromptKV
 from rl2.engine.linear import head_logits, pack_linear_layers, unpack_linear_layers
 from rl2.engine.sampler import sample_rows, uniform_noise
 from rl2.engine.shapes import choose_shapes
-from rl2.engine.states import PrefillStates, PromptStates, SlotStates, find_recurrent_layers
 from rl2.engine.stop import StopSearch
-from rl2.model.classes import language_model_class
+from rl2.model.classes import is_recurrent, language_model_class
 from rl2.model.logits import LogitSettings
 from rl2.model.weight_files import read_weights
+
+if TYPE_CHECKING:  # a model without such layers does not need the files
+    from rl2.engine.states import PromptStates, SlotStates
+    from rl2.model.moe import Routing
 
 
 class StepInput(NamedTuple):
@@ -62,7 +64,7 @@ class _Prompt:
     num_waiting: int = 0  # requests with this prompt that have no slot yet
     # Of all tokens but the last, while requests wait for it.
     kv: PromptKV | None = None
-    states: PromptStates = field(default_factory=dict)
+    states: "PromptStates" = field(default_factory=dict)
     experts: Tensor | None = None  # [all tokens but the last, R, K] once known, see `Routing`
 
 
@@ -76,7 +78,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)  # of each token, or empty
-    experts: list[Tensor] = field(default_factory=list)  # [R, K] of each token that was fed
+    experts: list[Tensor] = field(default_factory=list)  # [1, R, K] of each token that was fed
 
     def next_input(self) -> StepInput:
         num_new = len(self.tokens)
@@ -118,7 +120,7 @@ class _Request:
         """What the request asks for, see `Generation.experts`; None before it has a slot."""
         if self.params.experts_from is None or self.prompt.experts is None:
             return None
-        experts = torch.cat([self.prompt.experts, *(row[None] for row in self.experts)])
+        experts = torch.cat([self.prompt.experts] + self.experts)
         return experts[self.params.experts_from :].numpy()
 
 
@@ -145,15 +147,19 @@ class LocalEngine(Engine):
 
             lora.inject_for_engine(model, self.adapters, settings.dtype)
         self.model = model.eval().requires_grad_(False).to(self.device)
-        self.recurrent = find_recurrent_layers(self.model)
-        exact = settings.exact and self.recurrent is None  # see TokenModel
+        self.states: SlotStates | None = None  # of recurrent layers
+        if any(map(is_recurrent, self.model.modules())):
+            from rl2.engine import states
+
+            self.states = states.SlotStates(self.model, self.max_running_requests)
+        exact = settings.exact and self.states is None  # see TokenModel
         pack_linear_layers(self.model, self.max_running_requests, exact)
         self.shapes = choose_shapes(settings, self.model, exact)
-        self.routing: Any = None  # Routing, if choices of experts are told
+        self.routing: Routing | None = None  # if choices of experts are told
         if settings.with_experts:
-            from rl2.model.moe import Routing
+            from rl2.model import moe
 
-            self.routing = Routing(settings.model_name, self.model)
+            self.routing = moe.Routing(settings.model_name, self.model)
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
@@ -165,13 +171,11 @@ class LocalEngine(Engine):
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait
         self.cache = self._new_cache()
-        self.asleep = False
-        self.freed: list[tuple[torch.UntypedStorage, int]] = []  # memory of weights, while asleep
         self._task: asyncio.Task[None] | None = None
         trial = _Prompt((0, 0))
         self._prefill([trial])  # ValueError for attention that the cache does not know
-        self.example_states = trial.states
-        self.states = self._new_states()
+        if self.states is not None:
+            self.states.example = trial.states
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -181,8 +185,7 @@ class LocalEngine(Engine):
         Requests with equal prompts share one prefill. Cancelling the call frees its slot.
         """
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
-        assert not self.asleep, "generate on a sleeping engine: call wake first"
-        assert self.version is not None, "the weights are incomplete: the last load failed"
+        assert self.version is not None, "the weights are incomplete: call load_weights first"
         vocabulary = self.model.get_input_embeddings().num_embeddings
         check_request(prompt, params, vocabulary, self.max_length)
         tokens = tuple(prompt)
@@ -211,40 +214,32 @@ class LocalEngine(Engine):
 
         With adapters the weights stay, since the trainer does not send all of them again.
         """
-        assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
-        self.asleep = True
-        self.cache = self._new_cache()
-        self.states = self._new_states()
+        assert not self._unfinished(), "sleep with requests in flight"
+        self.version = None
+        self._forget()
         unpack_linear_layers(self.model)
         if self.device.type != "cpu" and self.adapters is None:
             for weight in self.model.parameters():
-                storage = weight.untyped_storage()
-                if storage.nbytes():  # weights may share one
-                    self.freed.append((storage, storage.nbytes()))
-                    storage.resize_(0)
+                weight.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Makes the engine ready for weights. Those that `sleep` gave back are lost."""
-        self.asleep = False
+        """Takes the memory of the weights again. Those that `sleep` gave back are lost."""
         if self.device.type != "cpu":
-            for storage, num_bytes in self.freed:
-                storage.resize_(num_bytes)
-            self.freed.clear()
-        self._pack_linear_layers()
+            for weight in self.model.parameters():
+                weight.untyped_storage().resize_(weight.nbytes)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Copies the tensors into the model, see Engine.load_weights.
 
         ValueError for a name that is unknown or missing, and for a wrong shape.
         """
-        assert not self.in_flight, f"load_weights with {self.in_flight} requests in flight"
+        assert not self._unfinished(), "load_weights with requests in flight"
         self.version = None
         for _, weight, tensor in pair_weights(self.model, named_tensors):
             weight.data.copy_(tensor)
+        pack_linear_layers(self.model, self.max_running_requests, self.shapes.exact)
         self.version = version
-        if not self.asleep:
-            self._pack_linear_layers()
 
     def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares the tensors with the model's, see Engine.verify_weights.
@@ -266,22 +261,14 @@ class LocalEngine(Engine):
         for request in self._unfinished():
             request.future.cancel()
         self.model = None
-        self.cache.layers.clear()
-        self.states.slots.clear()
+        self._forget()
         if not self.loop.is_running():
             self.loop.close()
 
-    def _pack_linear_layers(self) -> None:
-        pack_linear_layers(self.model, self.shapes.num_slots, self.shapes.exact)
-
-    @property
-    def in_flight(self) -> int:
-        """The number of requests that `generate` has not answered yet."""
-        return len(self._unfinished())
-
     def _unfinished(self) -> list[_Request]:
-        requests = [*self.waiting, *filter(None, self.slots)]
-        return [request for request in requests if not request.future.done()]
+        """The requests that `generate` has not answered yet."""
+        requests = list(self.waiting) + self.slots
+        return [request for request in requests if request and not request.future.done()]
 
     async def _run(self) -> None:
         """Steps while there are requests. Other tasks on the loop run between steps."""
@@ -293,8 +280,7 @@ class LocalEngine(Engine):
             for request in self._unfinished():
                 request.future.set_exception(error)
             self.abort()
-            self.cache = self._new_cache()  # the old ones may hold NaN
-            self.states = self._new_states()
+            self._forget()  # keys, values and states may be NaN
 
     @torch.inference_mode()
     def _admit(self) -> bool:
@@ -310,7 +296,8 @@ class LocalEngine(Engine):
             if slots:
                 assert prompt.kv is not None
                 self.cache.write_prompt(prompt.kv, slots)
-                self.states.write(prompt.states, slots)
+                if self.states is not None:
+                    self.states.write(prompt.states, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
                 prompt.states = {}
@@ -322,9 +309,11 @@ class LocalEngine(Engine):
         kind = KVCache if self.shapes.paged else DenseKVCache
         return kind(self.max_running_requests)
 
-    def _new_states(self) -> SlotStates:
-        """No states yet."""
-        return SlotStates(self.max_running_requests, self.example_states)
+    def _forget(self) -> None:
+        """Frees the memory of keys, values and states."""
+        self.cache = self._new_cache()
+        if self.states is not None:
+            self.states.slots.clear()
 
     def _fill_slots(self) -> dict[_Prompt, list[int]]:
         """Puts waiting requests into free slots, first come first served.
@@ -364,40 +353,30 @@ class LocalEngine(Engine):
 
         The last one is the first to decode.
         """
-        lengths = [len(prompt.tokens) - 1 for prompt in prompts]
-        tokens, positions = self._lay_out(prompts)
-        attention = PrefillAttention(lengths, self.device, self.shapes.exact)
-        states = PrefillStates(lengths)
-        if self.recurrent is not None:
-            self.recurrent.run = states
-        if tokens:
-            inputs = torch.tensor([tokens, positions], device=self.device)
-            self.model.base_model(
-                inputs[:1], position_ids=inputs[1:], use_cache=False, attend=attention
-            )
-        experts = None
-        if self.routing is not None:
-            experts = self.routing.last_choices()
-            if not tokens:  # these are of an earlier forward
-                experts = experts[:0]
-        ends = accumulate(lengths, initial=0)
-        for prompt, (start, end), prompt_states in zip(
-            prompts, pairwise(ends), states.states, strict=True
-        ):
-            prompt.kv = attention.prompt(start, end)
-            prompt.states = prompt_states
-            if experts is not None:
-                prompt.experts = experts[start:end]
-
-    def _lay_out(self, prompts: list[_Prompt]) -> tuple[list[int], list[int]]:
-        """(tokens, positions) of a prefill: all but the last token of each prompt, then padding."""
+        lengths: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
         for prompt in prompts:
+            length = len(prompt.tokens) - 1
+            lengths.append(length)
             tokens += prompt.tokens[:-1]
-            positions += range(len(prompt.tokens) - 1)
+            positions += range(length)
         padding = [0] * (self.shapes.prefill_rows(len(tokens), len(prompts)) - len(tokens))
-        return tokens + padding, positions + padding
+        attention = PrefillAttention(lengths, self.device, self.shapes.exact)
+        if self.states is not None:
+            self.states.begin_prefill(lengths, [prompt.states for prompt in prompts])
+        if tokens or padding:
+            inputs = torch.tensor([tokens + padding, positions + padding], device=self.device)
+            self.model.base_model(
+                inputs[:1], position_ids=inputs[1:], use_cache=False, attend=attention
+            )
+        experts = None if self.routing is None else self.routing.last_choices()
+        end = 0
+        for prompt, length in zip(prompts, lengths, strict=True):
+            start, end = end, end + length
+            prompt.kv = attention.prompt(start, end)
+            if experts is not None:
+                prompt.experts = experts[start:end]
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -412,7 +391,7 @@ class LocalEngine(Engine):
             if request is None:
                 continue
             if experts is not None:
-                request.experts.append(experts[slot])
+                request.experts.append(experts[slot : slot + 1])
             reason = request.append(token, logp, draws.candidates.get(slot))
             if reason is not None:
                 self.slots[slot] = None
@@ -422,8 +401,8 @@ class LocalEngine(Engine):
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
         self.cache.begin_step(inputs[1], max(positions))
-        if self.recurrent is not None:
-            self.recurrent.run = self.states
+        if self.states is not None:
+            self.states.begin_step()
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
@@ -442,7 +421,8 @@ class LocalEngine(Engine):
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
         for source, target in zip(outside, free, strict=False):
             self.cache.move_slot(source, target)
-            self.states.move_slot(source, target)
+            if self.states is not None:
+                self.states.move_slot(source, target)
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows

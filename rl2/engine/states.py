@@ -4,9 +4,9 @@ A layer is given these in place of transformers' cache, of which it calls the me
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,37 +14,14 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from rl2.model.classes import is_recurrent
-
-if TYPE_CHECKING:  # a model without such layers does not need the file
-    from rl2.model.recurrent import Compute, Inputs, RecurrentLayers
+from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join_outputs
 
 StateKey = tuple[str, int, int]  # conv or recurrent, the layer, the number of the state in it
 PromptStates = dict[StateKey, Tensor]  # [1, ...] each; empty after no token
 NO_LIMITS = (0.0, math.inf)
 
 
-def find_recurrent_layers(model: nn.Module) -> "RecurrentLayers | None":
-    """The recurrent layers of an engine's model, None without any.
-
-    ValueError if they expect the cache of an older transformers.
-    """
-    if not any(map(is_recurrent, model.modules())):
-        return None
-    from rl2.model.recurrent import RecurrentLayers
-
-    layers = RecurrentLayers(model)
-    if not hasattr(Cache, "get_conv_state"):
-        raise ValueError(
-            f"{type(layers.modules[0]).__name__} of transformers {transformers.__version__} keeps "
-            "its states in a way that the embedded engine does not know: update transformers, or "
-            "set rollout.engine"
-        )
-    _bound_time_steps(layers)
-    return layers
-
-
-def _bound_time_steps(layers: "RecurrentLayers") -> None:
+def _bound_time_steps(layers: RecurrentLayers) -> None:
     """Makes single tokens bound the time steps of state spaces, as whole sequences do.
 
     transformers applies the `time_step_limit` of Mamba2's layers to softplus(dt + dt_bias) of
@@ -72,8 +49,8 @@ class PromptRecorder:
     A layer sees the whole prompt in one call.
     """
 
-    def __init__(self) -> None:
-        self.states: PromptStates = {}
+    def __init__(self, states: PromptStates):
+        self.states = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -104,45 +81,51 @@ class PromptRecorder:
         return recurrent_states
 
 
-class PrefillStates:
+def _run_prompts(
+    lengths: list[int], recorders: Sequence[PromptRecorder], compute: Compute, inputs: Inputs
+) -> Any:
     """Runs a layer on several prompts, each alone, so that its bits do not depend on the others.
 
-    `lengths` are those of the prompts; `states`, in the same order, what they leave behind.
+    inputs [1, L, ...] of all prompts, of these lengths -> outputs [1, L, ...].
     """
-
-    def __init__(self, lengths: Iterable[int]):
-        self.lengths = list(lengths)
-        self.recorders = [PromptRecorder() for _ in self.lengths]
-
-    @property
-    def states(self) -> list[PromptStates]:
-        return [recorder.states for recorder in self.recorders]
-
-    def __call__(self, compute: "Compute", inputs: "Inputs") -> Any:
-        """inputs [1, L, ...] of all prompts -> outputs [1, L, ...]."""
-        from rl2.model.recurrent import join_outputs
-
-        parts = {name: tokens.split(self.lengths, 1) for name, tokens in inputs.items()}
-        outputs = []
-        for i, (length, recorder) in enumerate(zip(self.lengths, self.recorders, strict=True)):
-            if length:
-                prompt = {name: tokens[i] for name, tokens in parts.items()}
-                outputs.append(compute(prompt, recorder))
-        return join_outputs(outputs, lambda tensors: torch.cat(tensors, 1))
+    parts = {name: tokens.split(lengths, 1) for name, tokens in inputs.items()}
+    outputs = []
+    for i, recorder in enumerate(recorders):
+        if lengths[i]:
+            prompt = {name: tokens[i] for name, tokens in parts.items()}
+            outputs.append(compute(prompt, recorder))
+    return join_outputs(outputs, lambda tensors: torch.cat(tensors, 1))
 
 
 class SlotStates:
     """The states of all slots, of which a decoding step changes those of the first slots.
 
-    A slot keeps its states until `write` gives it those of another prompt. `example` are the states
-    of any prompt: their shapes are those of every prompt.
+    A slot keeps its states until `write` gives it those of another prompt. ValueError for a model
+    with layers that expect the cache of an older transformers.
     """
 
-    def __init__(self, num_slots: int, example: PromptStates):
+    def __init__(self, model: nn.Module, num_slots: int):
+        self.layers = RecurrentLayers(model)
+        if not hasattr(Cache, "get_conv_state"):
+            raise ValueError(
+                f"{type(self.layers.modules[0]).__name__} of transformers "
+                f"{transformers.__version__} keeps its states in a way that the embedded engine "
+                "does not know: update transformers, or set rollout.engine"
+            )
+        _bound_time_steps(self.layers)
         self.num_slots = num_slots
-        self.example = example
+        self.example: PromptStates = {}  # of any prompt: their shapes are those of every prompt
         self.slots: dict[StateKey, Tensor] = {}  # [S, ...], reserved when the first one is written
         self.num_rows = 0  # of the step
+
+    def begin_prefill(self, lengths: list[int], states: Sequence[PromptStates]) -> None:
+        """The next forward pass is of prompts of these lengths, and fills their states in."""
+        recorders = [PromptRecorder(of_prompt) for of_prompt in states]
+        self.layers.run = partial(_run_prompts, lengths, recorders)
+
+    def begin_step(self) -> None:
+        """The next forward pass is of one token of each of the first slots."""
+        self.layers.run = self._run_slots
 
     def write(self, states: PromptStates, slots: list[int]) -> None:
         """Writes a prompt's states into each of `slots`; zeros if the prompt had no token."""
@@ -156,8 +139,8 @@ class SlotStates:
         for tensor in self.slots.values():
             tensor[target] = tensor[source]
 
-    def __call__(self, compute: "Compute", inputs: "Inputs") -> Any:
-        """One token of each of the first n slots: inputs [n, 1, ...] -> outputs [n, 1, ...]."""
+    def _run_slots(self, compute: Compute, inputs: Inputs) -> Any:
+        """inputs [n, 1, ...] -> outputs [n, 1, ...]."""
         self.num_rows = len(next(iter(inputs.values())))
         return compute(inputs, self)
 
