@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,18 +44,6 @@ if TYPE_CHECKING:  # a model without such layers does not need the files
     from rl2.model.moe import Routing
 
 
-class StepInput(NamedTuple):
-    """What a step needs of a slot."""
-
-    token: int  # to feed
-    position: int  # of this token
-    noise: float  # draws the token after it
-    params: SamplingParams
-
-
-FREE_SLOT = StepInput(token=0, position=0, noise=0.0, params=SamplingParams())
-
-
 @dataclass(eq=False)
 class _Prompt:
     """A prompt that requests share."""
@@ -79,15 +67,6 @@ class _Request:
     logps: list[float] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)  # of each token, or empty
     experts: list[Tensor] = field(default_factory=list)  # [1, R, K] of each token that was fed
-
-    def next_input(self) -> StepInput:
-        num_new = len(self.tokens)
-        return StepInput(
-            token=self.tokens[-1] if self.tokens else self.prompt.tokens[-1],
-            position=len(self.prompt.tokens) + num_new - 1,
-            noise=self.noise[num_new],
-            params=self.params,
-        )
 
     def append(self, token: int, logp: float, candidates: Tensor | None) -> str | None:
         """Adds a new token. Returns the finish reason if it is the last one, else None."""
@@ -381,11 +360,21 @@ class LocalEngine(Engine):
     @torch.inference_mode()
     def _step(self) -> None:
         """Samples one token for every busy slot and ends the requests that are complete."""
-        requests = self.slots[: self._num_step_rows()]
-        inputs = [request.next_input() if request else FREE_SLOT for request in requests]
-        logits = self._decode([x.token for x in inputs], [x.position for x in inputs])
+        num_rows = self._num_step_rows()
+        requests = self.slots[:num_rows]
+        # What is fed and how the next token is drawn; free slots compute something too.
+        tokens, positions, noise = [0] * num_rows, [0] * num_rows, [0.0] * num_rows
+        params = [SamplingParams()] * num_rows
+        for slot, request in enumerate(requests):
+            if request is not None:
+                num_new = len(request.tokens)
+                tokens[slot] = request.tokens[-1] if request.tokens else request.prompt.tokens[-1]
+                positions[slot] = len(request.prompt.tokens) + num_new - 1
+                noise[slot] = request.noise[num_new]
+                params[slot] = request.params
+        logits = self._decode(tokens, positions)
         experts = None if self.routing is None else self.routing.last_choices()  # [n, R, K]
-        draws = sample_rows(logits, [x.noise for x in inputs], [x.params for x in inputs])
+        draws = sample_rows(logits, noise, params)
         sampled = zip(requests, draws.tokens.tolist(), draws.logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):
             if request is None:
