@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
 import torch
+from torch import Tensor
 
 from rl2.attention.kernels import Block
 from rl2.attention.pages import Pages
@@ -95,6 +96,24 @@ class Layout:
             self.first_positions[a:b] = [lengths[c]] * (b - a)
         # Tokens of the longest segment, its prefix included.
         self.longest_document = max(map(sum, zip(lengths, self.first_positions, strict=True)))
+
+    def documents(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Yields, for each segment, the rows of its document and where the segment is in it.
+
+        For one process. The document of an answer begins with its prompt. The segment has the
+        positions from the first number up to, and without, the second one.
+        """
+        [starts] = self.starts
+        prompt_of = {}  # by the number of the segment
+        for first_answer, end, prompt in self.prefixes:
+            for answer in range(first_answer, end):
+                prompt_of[answer] = prompt
+        for segment in range(len(starts) - 1):
+            rows = torch.arange(starts[segment], starts[segment + 1])
+            if segment in prompt_of:
+                prompt = prompt_of[segment]
+                rows = torch.cat([torch.arange(starts[prompt], starts[prompt + 1]), rows])
+            yield rows, self.first_positions[segment], len(rows)
 
     def full_blocks(self, sources: list[int]) -> Blocks:
         """The blocks without a window. In step i of the ring the keys are those of `sources[i]`."""

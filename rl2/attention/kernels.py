@@ -13,10 +13,9 @@ Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head 
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rl2.parallel.device import copy_to_device, device_kind
@@ -217,7 +216,7 @@ def sinks_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
 HARMLESS_KEYWORDS = {"position_ids", "cache_position", "use_cache"}
 
 
-def _check_keywords(module: Any, dropout: float, keywords: dict[str, Any]) -> None:
+def _check_keywords(module: nn.Module, dropout: float, keywords: dict[str, object]) -> None:
     """ValueError for a keyword that would change the result and that rl2 does not compute."""
     is_causal = keywords.pop("is_causal", None)
     if is_causal is None:

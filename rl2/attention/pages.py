@@ -9,7 +9,7 @@ P = PAGE_SIZE_TOKENS, K = N * P keys, D head size, L packed tokens.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -135,18 +135,18 @@ class Call:
 class Pages:
     """The attention of a pack on one process, by pages.
 
-    `layout` is a blocks.Layout. With `window` a token sees at most that many tokens, the last of
-    which is itself.
+    `documents` are those of blocks.Layout. With `window` a token sees at most that many tokens, the
+    last of which is itself.
     """
 
-    def __init__(self, layout: Any, window: int | None):
+    def __init__(self, documents: Iterable[tuple[Tensor, int, int]], window: int | None):
         """Lays out the calls of all layers with the same window.
 
         A document is cut into pieces. Pieces with the same number of pages and the same width share
         a call.
         """
         pieces: dict[tuple[int, int], list[Piece]] = {}
-        for document, first, end_of_document in documents(layout):
+        for document, first, end_of_document in documents:
             while first < end_of_document:
                 page = first // PAGE_SIZE_TOKENS
                 end = min(end_of_document, (page + 1) * PAGE_SIZE_TOKENS)
@@ -186,25 +186,6 @@ class Pages:
             out[rows] = call_out.transpose(1, 2).flatten(2, 3)[call.is_real].to(q.dtype)
             lse[rows] = call_lse.transpose(1, 2).flatten(2, 3)[call.is_real]
         return out, lse
-
-
-def documents(layout: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yields, for each segment, the rows of its document and where the segment is in it.
-
-    The document of an answer begins with its prompt. The segment has the positions from the first
-    number up to, and without, the second one.
-    """
-    [starts] = layout.starts
-    prompt_of = {}  # by the number of the segment
-    for first_answer, end, prompt in layout.prefixes:
-        for answer in range(first_answer, end):
-            prompt_of[answer] = prompt
-    for segment in range(len(starts) - 1):
-        rows = torch.arange(starts[segment], starts[segment + 1])
-        if segment in prompt_of:
-            prompt = prompt_of[segment]
-            rows = torch.cat([torch.arange(starts[prompt], starts[prompt + 1]), rows])
-        yield rows, layout.first_positions[segment], len(rows)
 
 
 def _make_call(pieces: list[Piece], width: int, num_keys: int, window: int | None) -> Call:

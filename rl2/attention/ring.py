@@ -10,7 +10,6 @@ Shapes: L local packed tokens, H query heads, G key heads, D head size.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,25 +127,27 @@ class PackedAttention:
                 else self.layout.window_blocks(self.sources, window)
             )
             if self.exact:
-                self.blocks[window].pages = Pages(self.layout, window)
+                self.blocks[window].pages = Pages(self.layout.documents(), window)
         return self.blocks[window]
 
     def next_length(self, step: int) -> int:
         """Tokens of the rank whose keys come after those of `step`."""
         return self.lengths[(self.ring.rank - step - 1) % self.ring.size]
 
-    def travel(self, k: Tensor, v: Tensor) -> Iterator[Any]:
+    def travel(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of each step; those of the next one are on their way meanwhile.
 
-        In a ring they are one tensor [2, L, G, D], so that one message carries both. A single
-        process does not copy them into one.
+        In a ring they are one tensor [2, L, G, D], so that one message carries both.
         """
-        kv: Any = torch.stack((k, v)) if self.ring.size > 1 else (k, v)
+        if self.ring.size == 1:
+            yield k, v
+            return
+        kv = torch.stack((k, v))
         for step in range(self.ring.size - 1):
             pending = self.ring.pass_on(kv, self.next_length(step))
-            yield kv
+            yield kv[0], kv[1]
             kv = pending.wait()
-        yield kv
+        yield kv[0], kv[1]
 
 
 class _LayerRun:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rl2.config.schema import WorkerConfig
 from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a part of the protocol
@@ -158,7 +159,7 @@ def single_seed(seed: Seed) -> int:
     return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
 
-def max_request_tokens(model_config: Any) -> float:
+def max_request_tokens(model_config: PreTrainedConfig) -> float:
     """Most tokens of prompt and answer: the model's positions, or infinity."""
     text = model_config.get_text_config()
     return getattr(text, "max_position_embeddings", None) or math.inf

@@ -32,7 +32,9 @@ class PrefillAttention(PackedAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *options: Any,
+        scaling: float,
+        sliding_window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
         if module.layer_idx in self.kv:
@@ -41,7 +43,7 @@ class PrefillAttention(PackedAttention):
                 "engine does not compute: choose another model, or rollout.engine=sglang"
             )
         self.kv[module.layer_idx] = [key[0], value[0]]
-        return super().__call__(module, query, key, value, *options)
+        return super().__call__(module, query, key, value, scaling, sliding_window, sinks)
 
     def prompt(self, start: int, end: int) -> PromptKV:
         """Keys and values of the prompt that is the tokens `start` to `end`."""
@@ -73,7 +75,8 @@ class KVCache:
         device = positions.device
         self.positions = positions
         self.slots = torch.arange(len(positions), device=device)
-        self._locate(positions)
+        self.page = positions // PAGE_SIZE_TOKENS
+        self.offset = positions % PAGE_SIZE_TOKENS
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
         self.distances = positions[:, None] - keys
@@ -109,11 +112,6 @@ class KVCache:
             sinks,
         )
         return out.reshape(n, 1, num_heads, -1)
-
-    def _locate(self, positions: Tensor) -> None:
-        """Finds the page of each new token, and its place there."""
-        self.page = positions // PAGE_SIZE_TOKENS
-        self.offset = positions % PAGE_SIZE_TOKENS
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the new keys and values [n, G, D]. Returns all that the n slots may see."""
@@ -191,9 +189,6 @@ class DenseKVCache(KVCache):
     """
 
     slot_dim, key_dim, growth = 0, 2, GROWTH_TOKENS
-
-    def _locate(self, positions: Tensor) -> None:
-        """There are no pages: positions are places, and a step of a GPU is spared two kernels."""
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [n, G, K, D], see KVCache."""

@@ -1,18 +1,19 @@
 """The linear layers of the embedded engine: packed weights on a CPU, and the head."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.model.logits import head_products
 from rl2.rounding import ceil_div
 
 
-def pack_linear_layers(model: Any, max_rows: int, exact: bool) -> None:
+def pack_linear_layers(model: PreTrainedModel, max_rows: int, exact: bool) -> None:
     """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
 
     The kernels convert plain weights in every call, which takes 1.25 times as long with 64 rows,
@@ -55,7 +56,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_plain(linear: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` gives the bits of the plain layer that the trainer has.
 
     The rows of the weight serve as input.

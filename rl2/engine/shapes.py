@@ -4,12 +4,13 @@ A kernel chooses its order of summation by shape. So the rounding of a row can d
 rows and keys share its call, but not on their values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rl2.attention.pages import MIN_ROWS, queries_are_independent
 from rl2.engine.base import EngineSettings
@@ -54,7 +55,7 @@ class Shapes:
         return 0 if self.constant else PREFILL_BATCH_TOKENS
 
 
-def choose_shapes(settings: EngineSettings, model: Any, exact: bool) -> Shapes:
+def choose_shapes(settings: EngineSettings, model: PreTrainedModel, exact: bool) -> Shapes:
     """Chooses the shapes for the equal bits of `settings`. The linear layers are packed already.
 
     With `deterministic` every call has a constant shape: tokens and log-probabilities of a request
@@ -70,7 +71,7 @@ def choose_shapes(settings: EngineSettings, model: Any, exact: bool) -> Shapes:
 
 
 @torch.inference_mode()
-def rows_are_independent(model: Any, max_rows: int) -> bool:
+def rows_are_independent(model: PreTrainedModel, max_rows: int) -> bool:
     """Whether a row has the same bits however many rows are computed with it.
 
     In a step of up to `max_rows`, all of whose sizes are tried, and in a prefill, of whose sizes
@@ -89,7 +90,7 @@ def rows_are_independent(model: Any, max_rows: int) -> bool:
     for weight in model.parameters():
         if weight.ndim > 1 and id(weight) not in tried:
             return False
-    if not queries_are_independent(model.get_input_embeddings().weight.dtype):
+    if not queries_are_independent(model.dtype):
         return False
     steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
     sizes = [*steps, *_prefill_sizes(max_rows, PREFILL_BATCH_TOKENS)]
@@ -109,7 +110,7 @@ def _prefill_sizes(smallest: int, largest: int) -> list[int]:
     return sizes
 
 
-def _is_independent(compute: Any, weight: Tensor, sizes: list[int]) -> bool:
+def _is_independent(compute: Callable[[Tensor], Tensor], weight: Tensor, sizes: list[int]) -> bool:
     """Whether these numbers of rows give the same bits. The rows of the weight are the input."""
     largest = max(sizes)
     rows = repeat_rows(weight, largest)

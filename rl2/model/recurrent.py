@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rl2.attention.blocks import Layout
-from rl2.attention.pages import documents
 from rl2.batch import Pack
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.model.classes import is_recurrent
@@ -141,7 +140,7 @@ def _longest_first(layout: Layout) -> list[Tensor]:
     """
     shared_prompts = {prompt for _, _, prompt in layout.prefixes}
     answers = []
-    for segment, (places, _, _) in enumerate(documents(layout)):
+    for segment, (places, _, _) in enumerate(layout.documents()):
         if segment not in shared_prompts:
             answers.append(places)
     return sorted(answers, key=len, reverse=True)
