@@ -27,7 +27,7 @@ kernels need no window, and they compute what is visible and nothing else.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
@@ -117,13 +117,12 @@ class Layout:
 
     def full_blocks(self, sources: list[int]) -> Blocks:
         """The blocks without a window. In step i of the ring the keys are those of `sources[i]`."""
-        starts = self.starts[self.rank]
         cross = []
         for source in sources:
-            pairs = [self._chunk_pairs(source), self._prefix_pairs(source)]
-            blocks = [_cross_block(block_pairs, self.device) for block_pairs in pairs]
-            cross.append([block for block in blocks if block is not None])
-        return Blocks(_causal_block(starts), cross)
+            cross.append(
+                self._cross_blocks([self._chunk_pairs(source), self._prefix_pairs(source)])
+            )
+        return Blocks(_causal_block(self.starts[self.rank]), cross)
 
     def _chunk_pairs(self, source: int) -> list[Pair]:
         """Which queries of ours see which keys of another rank, by the table of this module."""
@@ -163,9 +162,10 @@ class Layout:
                 pairs, triangle = _visible_pairs(queries, keys, window)
                 rectangles[group] += pairs
                 triangles[group].append(triangle)
-            blocks = [_cross_block(pairs, self.device) for pairs in rectangles.values()]
-            blocks += [_cross_block(pairs, self.device, True) for pairs in triangles.values()]
-            cross.append([block for block in blocks if block is not None])
+            cross.append(
+                self._cross_blocks(rectangles.values())
+                + self._cross_blocks(triangles.values(), are_triangles=True)
+            )
         return Blocks(_causal_block(boundaries), cross)
 
     def _earlier_keys(self, source: int, window: int) -> Iterator[tuple[tuple[str, int], Run, Run]]:
@@ -186,6 +186,33 @@ class Layout:
             for our_runs, (i, keys) in product(ours[a:b], enumerate(theirs[c])):
                 for queries in our_runs:
                     yield ("prefix", i), queries, keys
+
+    def _cross_blocks(
+        self, groups: Iterable[list[Pair]], are_triangles: bool = False
+    ) -> list[Block]:
+        """A block of each group that has a pair with both queries and keys.
+
+        Triangles are causal in reverse order.
+        """
+        blocks = []
+        for pairs in groups:
+            queries, keys = [], []
+            for query_start, query_end, key_start, key_end in pairs:
+                if query_start < query_end and key_start < key_end:
+                    query_rows = torch.arange(query_start, query_end)
+                    key_rows = torch.arange(key_start, key_end)
+                    queries.append(query_rows.flip(0) if are_triangles else query_rows)
+                    keys.append(key_rows.flip(0) if are_triangles else key_rows)
+            if queries:
+                block = Block(
+                    cu_q=list(accumulate(map(len, queries), initial=0)),
+                    cu_k=list(accumulate(map(len, keys), initial=0)),
+                    causal=are_triangles,
+                    queries=copy_to_device(torch.cat(queries), self.device),
+                    keys=copy_to_device(torch.cat(keys), self.device),
+                )
+                blocks.append(block)
+        return blocks
 
     def _runs(self, rank: int) -> list[list[Run]]:
         """[S], the one or two runs of each segment on `rank`."""
@@ -238,30 +265,3 @@ def _visible_pairs(queries: Run, keys: Run, window: int) -> tuple[list[Pair], Pa
     size = min(queries.end - query, keys.end - key)
     pairs.append((query, query + size, key + size, keys.end))
     return pairs, (query, query + size, key, key + size)
-
-
-def _cross_block(
-    pairs: list[Pair], device: torch.device, is_triangle: bool = False
-) -> Block | None:
-    """The block of all pairs that have both queries and keys; None if there are none.
-
-    A triangle is causal in reverse order.
-    """
-    queries = []
-    keys = []
-    for query_start, query_end, key_start, key_end in pairs:
-        if query_start < query_end and key_start < key_end:
-            queries.append(torch.arange(query_start, query_end))
-            keys.append(torch.arange(key_start, key_end))
-    if not queries:
-        return None
-    if is_triangle:
-        queries = [rows.flip(0) for rows in queries]
-        keys = [rows.flip(0) for rows in keys]
-    return Block(
-        cu_q=list(accumulate(map(len, queries), initial=0)),
-        cu_k=list(accumulate(map(len, keys), initial=0)),
-        causal=is_triangle,
-        queries=copy_to_device(torch.cat(queries), device),
-        keys=copy_to_device(torch.cat(keys), device),
-    )

@@ -108,9 +108,13 @@ def forward_block(
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for q_rows, k_rows, is_real in block.calls:
-        heads = _heads(q, q_rows), _heads(k, k_rows), _heads(v, k_rows)
         call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, NO_DROPOUT, block.causal, scale=scale
+            _heads(q, q_rows),
+            _heads(k, k_rows),
+            _heads(v, k_rows),
+            NO_DROPOUT,
+            block.causal,
+            scale=scale,
         )
         out[q_rows[is_real]] = call_out.transpose(1, 2)[is_real]
         lse[q_rows[is_real]] = call_lse.transpose(1, 2)[is_real]
@@ -141,16 +145,16 @@ def backward_block(
         cells = q_rows.shape[1] * k_rows.shape[1]
         dtype = torch.float32 if cells <= FP32_BACKWARD_CELLS else q.dtype
         call_d_out = d_out[q_rows] * is_real[..., None, None]  # 0 where a query is padding
-        arguments = (
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             call_d_out.to(dtype).transpose(1, 2),
             _heads(q, q_rows, dtype),
             _heads(k, k_rows, dtype),
             _heads(v, k_rows, dtype),
             _heads(out, q_rows, dtype),
             lse[q_rows].transpose(1, 2),
-        )
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *arguments, NO_DROPOUT, block.causal, scale=scale
+            NO_DROPOUT,
+            block.causal,
+            scale=scale,
         )
         call_dq, call_dk, call_dv = (heads.transpose(1, 2).to(q.dtype) for heads in gradients)
         dq[q_rows[is_real]] = call_dq[is_real]
@@ -166,14 +170,16 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    cu_q, cu_k, max_q, max_k = block.varlen(q.device)
     return_mask = False
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *block.varlen(q.device), NO_DROPOUT, block.causal, return_mask, scale=scale
+    results = aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, NO_DROPOUT, block.causal, return_mask, scale=scale
     )
-    return out, lse.T  # [H, L] -> [L, H]
+    return results[0], results[1].T  # lse [H, L] -> [L, H]
 
 
 def _backward_cuda(d_out, q, k, v, out, lse, block: Block, scale: float):
+    cu_q, cu_k, max_q, max_k = block.varlen(q.device)
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
     unused = random_state[:0]
     return aten._flash_attention_backward(
@@ -183,7 +189,10 @@ def _backward_cuda(d_out, q, k, v, out, lse, block: Block, scale: float):
         v,
         out,
         lse.T.contiguous(),  # [L, H] -> [H, L]
-        *block.varlen(q.device),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
         NO_DROPOUT,
         block.causal,
         random_state,

@@ -196,8 +196,9 @@ def _forward(q, k, v, sinks, attention, blocks, scale) -> tuple[Tensor, Tensor]:
             out, lse = forward_block(q, keys, values, blocks.causal, scale)
         for block in blocks.cross[step]:
             rows = block.queries
-            block_kv = keys[block.keys], values[block.keys]
-            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale)
+            block_out, block_lse = forward_block(
+                q[rows], keys[block.keys], values[block.keys], block, scale
+            )
             out = out.float()
             out[rows], lse[rows] = merge(out[rows], lse[rows], block_out.float(), block_lse)
     if sinks is not None:
@@ -212,10 +213,10 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, *settings):
-        out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, *settings))
+    def forward(ctx, q, k, v, sinks, attention, blocks, scale):
+        out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, attention, blocks, scale))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = settings
+        ctx.settings = attention, blocks, scale
         return out
 
     @staticmethod
@@ -234,17 +235,22 @@ class _Attention(torch.autograd.Function):
                 dkv = torch.zeros(2, *keys.shape, device=q.device)
             for block in blocks.cross[step]:
                 rows = block.queries
-                block_kv = keys[block.keys], values[block.keys]
-                block_dq, *block_dkv = backward_block(
-                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale
+                block_dq, block_dk, block_dv = backward_block(
+                    d_out[rows],
+                    q[rows],
+                    keys[block.keys],
+                    values[block.keys],
+                    out[rows],
+                    lse[rows],
+                    block,
+                    scale,
                 )
                 dq.index_add_(0, rows, block_dq.float())
-                dkv.index_add_(1, block.keys, torch.stack(block_dkv).float())
+                dkv.index_add_(1, block.keys, torch.stack((block_dk, block_dv)).float())
             # The gradient follows its keys around the ring and ends at their rank.
             if pending_dkv is not None:
                 dkv += pending_dkv.wait()
             if attention.ring.size > 1:
                 pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
         dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
-        gradients = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), d_sinks
-        return *gradients, None, None, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), d_sinks, None, None, None

@@ -16,7 +16,7 @@ from rl2.attention.ring import PackedAttention
 from rl2.rounding import ceil_div, round_up
 
 GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
-PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
+PromptKV = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values of a prompt, [G, L, D] each
 
 
 class PrefillAttention(PackedAttention):
@@ -42,12 +42,15 @@ class PrefillAttention(PackedAttention):
                 f"{type(module).__name__} attends more than once in a layer, which the embedded "
                 "engine does not compute: choose another model, or rollout.engine=sglang"
             )
-        self.kv[module.layer_idx] = [key[0], value[0]]
+        self.kv[module.layer_idx] = key[0], value[0]
         return super().__call__(module, query, key, value, scaling, sliding_window, sinks)
 
     def prompt(self, start: int, end: int) -> PromptKV:
         """Keys and values of the prompt that is the tokens `start` to `end`."""
-        return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
+        prompt = {}
+        for layer, (keys, values) in self.kv.items():
+            prompt[layer] = keys[:, start:end], values[:, start:end]
+        return prompt
 
 
 class KVCache:
@@ -115,7 +118,7 @@ class KVCache:
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the new keys and values [n, G, D]. Returns all that the n slots may see."""
-        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
+        keys, values = self._reserve(layer, (key[:, :, None], value[:, :, None]), self.num_pages)
         keys[self.page, self.slots, :, :, self.offset] = key
         values[self.page, self.slots, :, self.offset] = value
         pages = slice(self.num_pages), slice(len(key))
@@ -153,7 +156,7 @@ class KVCache:
                 new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
                 pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
 
-    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
+    def _zeros(self, like: tuple[Tensor, Tensor], count: int) -> list[Tensor]:
         """New keys and values of all slots. `like`: keys and values, [..., G, *, D].
 
         Masked values are multiplied by a probability of 0, so they must be finite.
@@ -169,7 +172,7 @@ class KVCache:
             for tensor in keys_and_values:
                 tensor.select(self.slot_dim, target).copy_(tensor.select(self.slot_dim, source))
 
-    def _reserve(self, layer: int, like: list[Tensor], count: int) -> list[Tensor]:
+    def _reserve(self, layer: int, like: tuple[Tensor, Tensor], count: int) -> list[Tensor]:
         """The layer's keys and values, with room for at least `count` keys, or pages, of a slot."""
         if layer not in self.layers:
             self.layers[layer] = self._zeros(like, 0)
@@ -193,7 +196,7 @@ class DenseKVCache(KVCache):
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [n, G, K, D], see KVCache."""
         n, num_keys = len(key), self.num_pages * PAGE_SIZE_TOKENS
-        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], num_keys)
+        keys, values = self._reserve(layer, (key[:, :, None], value[:, :, None]), num_keys)
         keys[self.slots, :, self.positions] = key
         values[self.slots, :, self.positions] = value
         return keys[:n, :, :num_keys], values[:n, :, :num_keys]
@@ -229,6 +232,6 @@ class DenseKVCache(KVCache):
             for old, new in zip(reserved, keys_and_values, strict=True):
                 old[slots, :, :length] = new
 
-    def _zeros(self, like: list[Tensor], count: int) -> list[Tensor]:
+    def _zeros(self, like: tuple[Tensor, Tensor], count: int) -> list[Tensor]:
         """See KVCache."""
         return [x.new_zeros(self.num_slots, x.shape[-3], count, x.shape[-1]) for x in like]

@@ -320,9 +320,12 @@ class LocalEngine(Engine):
         """The prompts of each forward."""
         limit = self.shapes.prefill_limit()
         batches: list[list[_Prompt]] = []
+        num_tokens = 0  # of the last one
         for prompt in prompts:
-            if not batches or sum(len(p.tokens) for p in [*batches[-1], prompt]) > limit:
+            num_tokens += len(prompt.tokens)
+            if not batches or num_tokens > limit:
                 batches.append([])
+                num_tokens = len(prompt.tokens)
             batches[-1].append(prompt)
         return batches
 

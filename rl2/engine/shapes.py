@@ -92,8 +92,10 @@ def rows_are_independent(model: PreTrainedModel, max_rows: int) -> bool:
             return False
     if not queries_are_independent(model.dtype):
         return False
-    steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
-    sizes = [*steps, *_prefill_sizes(max_rows, PREFILL_BATCH_TOKENS)]
+    steps = list(range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE)) + [max_rows]
+    sizes = list(steps)  # also of prefills: each about twice the one before
+    while sizes[-1] < PREFILL_BATCH_TOKENS:
+        sizes.append(round_up(2 * sizes[-1], STEP_ROWS_MULTIPLE))
     for layer in linear_layers.values():
         compute = partial(head_logits, head) if layer is head else layer
         # A prefill has no logits.
@@ -102,21 +104,14 @@ def rows_are_independent(model: PreTrainedModel, max_rows: int) -> bool:
     return True
 
 
-def _prefill_sizes(smallest: int, largest: int) -> list[int]:
-    """Numbers of rows from `smallest` to `largest`, each about twice the one before."""
-    sizes = [largest]
-    while sizes[-1] > 2 * smallest:
-        sizes.append(sizes[-1] // 2 // STEP_ROWS_MULTIPLE * STEP_ROWS_MULTIPLE)
-    return sizes
-
-
 def _is_independent(compute: Callable[[Tensor], Tensor], weight: Tensor, sizes: list[int]) -> bool:
-    """Whether these numbers of rows give the same bits. The rows of the weight are the input."""
-    largest = max(sizes)
-    rows = repeat_rows(weight, largest)
+    """Whether these numbers of rows, of which the last is the largest, give the same bits.
+
+    The rows of the weight are the input.
+    """
+    rows = repeat_rows(weight, sizes[-1])
     expected = compute(rows)
-    return all(
-        torch.equal(compute(rows[:num_rows]), expected[:num_rows])
-        for num_rows in sizes
-        if num_rows < largest
-    )
+    for num_rows in sizes[:-1]:
+        if not torch.equal(compute(rows[:num_rows]), expected[:num_rows]):
+            return False
+    return True
