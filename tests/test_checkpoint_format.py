@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import MIXTURES, RECURRENT, SPECIAL, make_model
+from common import GLM4_MOE, MIXTURES, RECURRENT, SPECIAL, make_model
 from safetensors.torch import load_file
 from test_towers import save_family
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,12 +14,8 @@ from rl2.model.classes import empty_language_model, language_model_class
 from rl2.parallel.fsdp import persistent_buffers
 
 FAMILIES = {
-    "glm4_moe": {  # has a buffer
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
+    "glm4_moe": GLM4_MOE,  # has a buffer
+    "hrm_text": {"num_layers_per_stack": 1, "num_key_value_heads": 4},  # files join weights
     "llama": {},
     **MIXTURES,  # one has other names in files
     **SPECIAL,

@@ -4,8 +4,6 @@ transformers holds all experts of a layer in one tensor, and has other names for
 models. Files have a matrix for each expert, and the names of the first release.
 """
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl2.engine.base import NamedTensors
-
-LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's weights begin with
 
 
 class CheckpointFormat:
@@ -28,46 +24,35 @@ class CheckpointFormat:
         weights = model.state_dict()
         in_files = revert_weight_conversion(model, weights)
         self.names = frozenset(in_files)
-        self.renamed: dict[str, str] = {}  # name in the model -> name in the files
-        # Names of weights that are joined with others, by layer.
-        self.joined: dict[str, set[str]] = defaultdict(set)
-        # What a weight becomes, by names in the files, when it is converted without the others.
-        converted: dict[str, dict[str, Tensor]] = {}
+        # The names of the weights that have to be converted together, by each of them: files may
+        # join several in one tensor. Weights that files hold as they are have no group.
+        self.groups: dict[str, set[str]] = {}
+        sources: dict[str, set[str]] = {}  # of each tensor of the files
         for name, weight in weights.items():
             if in_files.get(name) is weight:
-                self.renamed[name] = name
-            else:
-                converted[name] = revert_weight_conversion(model, {name: weight})
-        # Several weights that become one tensor of the files are joined there.
-        num_sources = Counter(file_name for parts in converted.values() for file_name in parts)
-        for name, parts in converted.items():
-            if any(num_sources[file_name] > 1 for file_name in parts):
-                self.joined[_layer(name)].add(name)
-            elif len(parts) == 1:
-                [(file_name, tensor)] = parts.items()
-                if tensor is weights[name]:
-                    self.renamed[name] = file_name
+                continue
+            self.groups[name] = {name}
+            for file_name in revert_weight_conversion(model, {name: weight}):
+                sources.setdefault(file_name, set()).add(name)
+        for names in sources.values():
+            group: set[str] = set()
+            for name in names:
+                group |= self.groups[name]
+            for name in group:
+                self.groups[name] = group
 
     def convert(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of `named_tensors` by their names in files.
 
-        Weights that are joined wait for the others of their layer. Tensors may be views.
+        Weights that are joined wait for each other. Tensors may be views.
         """
-        waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        waiting: dict[str, Tensor] = {}
         for name, tensor in named_tensors:
-            if name in self.renamed:
-                yield self.renamed[name], tensor
+            group = self.groups.get(name)
+            if group is None:
+                yield name, tensor
                 continue
-            group = {name: tensor}
-            layer = _layer(name)
-            if name in self.joined.get(layer, ()):
-                waiting[layer][name] = tensor
-                if len(waiting[layer]) < len(self.joined[layer]):
-                    continue
-                group = waiting.pop(layer)
-            yield from revert_weight_conversion(self.model, group).items()
-
-
-def _layer(name: str) -> str:
-    match = LAYER.match(name)
-    return match.group() if match else name
+            waiting[name] = tensor
+            if group <= waiting.keys():
+                ready = {member: waiting.pop(member) for member in group}
+                yield from revert_weight_conversion(self.model, ready).items()
