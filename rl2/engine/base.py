@@ -5,7 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class EngineSettings:
     """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float = 0.6
     """share of the memory that is free on its GPU when it starts that SGLang or vLLM takes"""
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, object] = field(default_factory=dict)
     """further arguments of the engine's own library"""
     seed: int = 0
     """of the run; an engine with randomness of its own adds `rank` to it"""

@@ -25,7 +25,6 @@ def pack_linear_layers(model: PreTrainedModel, max_rows: int, exact: bool) -> No
     head = model.get_output_embeddings()
     if head.weight.device.type != "cpu" or not hasattr(ops, "_linear_pointwise"):
         return
-    unpack_linear_layers(model)  # what is not packed below must not keep a copy of other weights
     for module in model.modules():
         if type(module) is not nn.Linear:
             continue

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from rl2 import cleanup
 from rl2.engine.base import (
@@ -124,7 +124,7 @@ class SGLangEngine(Engine):
         dist.barrier(self.group)  # the first rank has started the schedulers of all
         self.taken = free - self._free_bytes()  # by SGLang, on this rank's GPU
 
-    def _start(self, arguments: dict[str, Any]) -> None:
+    def _start(self, arguments: dict[str, object]) -> None:
         # With this variable SGLang's own store would connect to torchrun's store as a client.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         if self.device.type == "cpu":
@@ -415,7 +415,7 @@ class SGLangEngine(Engine):
             monkey_patch_torch_reductions()  # handles name a GPU by its UUID, not by its number
             torch.cuda.synchronize()
         handle = MultiprocessingSerializer.serialize(payload)
-        handles: list[Any] | None = [None] * self.tp_size if self.engine is not None else None
+        handles: list[bytes] | None = [b""] * self.tp_size if self.engine is not None else None
         dist.gather_object(handle, handles, group=self.group, group_dst=0)
         return handles or []
 
@@ -432,8 +432,10 @@ async def _update(manager: Any, handles: list[bytes]) -> None:
     _require(await manager.update_weights_from_tensor(request, None))
 
 
-def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) -> dict[str, Any]:
-    arguments = {
+def _server_arguments(
+    settings: EngineSettings, nccl_port: int, http_port: int
+) -> dict[str, object]:
+    arguments: dict[str, object] = {
         "model_path": settings.model_name,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "enable_fp32_lm_head": True,
@@ -579,7 +581,7 @@ def _raise_child_failed(number: int, frame: object) -> None:
     raise RuntimeError("a process of SGLang failed; its message is above")
 
 
-def _check_window(config: Any, max_length: float) -> None:
+def _check_window(config: PreTrainedConfig, max_length: float) -> None:
     """ValueError if SGLang would compute requests of `max_length` tokens without their window."""
     window = getattr(config, "sliding_window", None)
     if config.model_type in TYPES_WITHOUT_WINDOW and window is not None and max_length > window:

@@ -36,7 +36,7 @@ def _bound_time_steps(layers: RecurrentLayers) -> None:
 
 
 def _bound_dt(
-    bias: Tensor, low: float, high: float, layer: nn.Module, inputs: Any, projected: Tensor
+    bias: Tensor, low: float, high: float, layer: nn.Module, inputs: object, projected: Tensor
 ) -> Tensor:
     """Bounds dt + bias. projected [.., gate, x, B, C, dt], dt of as many channels as `bias`."""
     rest, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from rl2.engine.base import (
@@ -250,7 +250,7 @@ class VLLMEngine(Engine):
         """
         size = self.dtype.itemsize
 
-        def finer_weights(model: Any) -> dict[str, Tensor]:
+        def finer_weights(model: nn.Module) -> dict[str, Tensor]:
             weights = model.named_parameters()
             return {name: x.detach().clone() for name, x in weights if x.dtype.itemsize > size}
 

@@ -85,9 +85,9 @@ def _start(settings: EngineSettings, model: PreTrainedModel) -> Any:
     return engine
 
 
-def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, model: PreTrainedModel) -> dict[str, object]:
     """Arguments of vLLM's EngineArgs. Those of the user (settings.engine_args) come last."""
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "model": settings.model_name,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_num_seqs": settings.max_running_requests,
