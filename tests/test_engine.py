@@ -37,7 +37,6 @@ def make_engine(name, dtype=torch.float32, **options):
     [
         (True, {"sglang", "vllm"}, "sglang"),
         (True, {"vllm"}, "local"),
-        (True, set(), "local"),
         (False, {"sglang", "vllm"}, "local"),
     ],
 )
@@ -131,7 +130,6 @@ def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "device", "expected"),
     [
-        ("sglang", "cuda", 256),
         ("vllm", "cuda", 256),
         ("sglang", "cpu", 64),
         ("local", "cuda", 64),
@@ -198,20 +196,14 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
 
 
 def test_wrong_weights_are_refused_and_the_engine_does_not_generate_after_them(llama):
+    """test_lora.py has names that are unknown or missing."""
     engine = make_engine(llama)
     weights = dict(AutoModelForCausalLM.from_pretrained(llama).named_parameters())
-    unknown = {**weights, "model.nothing": torch.zeros(1)}
-    wrong_shape = {**weights, "model.norm.weight": torch.zeros(5)}
-    incomplete = dict(list(weights.items())[:3])
-    for wrong_weights, message in (
-        (unknown, "model.nothing is unknown"),
-        (wrong_shape, r"model.norm.weight is \[5\], expected \[32\]"),
-        (incomplete, "weights did not arrive"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            engine.load_weights(wrong_weights.items(), 1)
-        with pytest.raises(AssertionError, match="incomplete"):
-            play(engine, [[5]], max_new_tokens=1)
+    wrong_shape = weights | {"model.norm.weight": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"model.norm.weight is \[5\], expected \[32\]"):
+        engine.load_weights(wrong_shape.items(), 1)
+    with pytest.raises(AssertionError, match="incomplete"):
+        play(engine, [[5]], max_new_tokens=1)
     engine.load_weights(weights.items(), 2)
     assert play(engine, [[5]], max_new_tokens=1)[0].version == 2
     engine.close()

@@ -82,14 +82,6 @@ def models(tmp_path_factory):
     return find
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads of torch for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def skip_if_bits_depend_on_the_row_count(dtype):
     """Skips on a CPU whose kernels let a row's bits depend on the number of rows in its call.
 
@@ -188,11 +180,13 @@ def test_log_probabilities_are_equal_before_and_after_updates(
 
 @pytest.mark.nightly  # two threads wait for each other while other tests run
 @pytest.mark.parametrize("family, dtype, temperature, changes", [CASES[0], CASES[3]])
-def test_two_threads_divide_all_products_alike(
-    models, threads, family, dtype, temperature, changes
-):
-    threads(2)
-    check_log_probabilities(models(family), dtype, temperature, changes)
+def test_two_threads_divide_all_products_alike(models, family, dtype, temperature, changes):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_log_probabilities(models(family), dtype, temperature, changes)
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_log_probabilities(name, dtype, temperature, changes):
