@@ -204,7 +204,7 @@ class LocalEngine(Engine):
 
     def wake(self) -> None:
         """Takes the memory of the weights again. Those that `sleep` gave back are lost."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and self.adapters is None:
             for weight in self.model.parameters():
                 weight.untyped_storage().resize_(weight.nbytes)
 
