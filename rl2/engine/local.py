@@ -267,21 +267,34 @@ class LocalEngine(Engine):
 
         Returns whether any slot is busy.
         """
-        admitted = self._fill_slots()
-        new = [prompt for prompt, slots in admitted.items() if slots and prompt.kv is None]
-        for batch in self._prefill_batches(new):
+        admitted: dict[_Prompt, list[int]] = {}  # the new slots of each prompt
+        for slot, held in enumerate(self.slots):
+            if held is None or held.future.done():  # cancelled
+                request = self.slots[slot] = self._next_waiting()
+                if request is not None:
+                    admitted.setdefault(request.prompt, []).append(slot)
+        for batch in self._prefill_batches([prompt for prompt in admitted if prompt.kv is None]):
             self._prefill(batch)
         for prompt, slots in admitted.items():
-            if slots:
-                assert prompt.kv is not None
-                self.cache.write_prompt(prompt.kv, slots)
-                if self.states is not None:
-                    self.states.write(prompt.states, slots)
+            assert prompt.kv is not None
+            self.cache.write_prompt(prompt.kv, slots)
+            if self.states is not None:
+                self.states.write(prompt.states, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
                 prompt.states = {}
-                self.prompts.pop(prompt.tokens)
         return any(self.slots)
+
+    def _next_waiting(self) -> _Request | None:
+        """Takes the first request that was not cancelled from those that wait."""
+        while self.waiting:
+            request = self.waiting.popleft()
+            request.prompt.num_waiting -= 1
+            if not request.prompt.num_waiting:
+                self.prompts.pop(request.prompt.tokens)
+            if not request.future.done():
+                return request
+        return None
 
     def _new_cache(self) -> KVCache:
         """An empty cache."""
@@ -293,28 +306,6 @@ class LocalEngine(Engine):
         self.cache = self._new_cache()
         if self.states is not None:
             self.states.slots.clear()
-
-    def _fill_slots(self) -> dict[_Prompt, list[int]]:
-        """Puts waiting requests into free slots, first come first served.
-
-        Returns the new slots of each prompt; none where all its requests were cancelled.
-        """
-        free: deque[int] = deque()
-        for slot, request in enumerate(self.slots):
-            if request is None or request.future.done():  # cancelled
-                self.slots[slot] = None
-                free.append(slot)
-        admitted: dict[_Prompt, list[int]] = {}
-        while self.waiting and free:
-            request = self.waiting.popleft()
-            prompt = request.prompt
-            prompt.num_waiting -= 1
-            new_slots = admitted.setdefault(prompt, [])
-            if not request.future.done():
-                slot = free.popleft()
-                self.slots[slot] = request
-                new_slots.append(slot)
-        return admitted
 
     def _prefill_batches(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
         """The prompts of each forward."""
