@@ -22,7 +22,7 @@ from rl2 import cleanup, progress
 from rl2.algorithms.find import forget_files
 from rl2.config.arguments import Arguments, take_keys
 from rl2.config.parse import make_config
-from rl2.config.problem import general_problem, refuse
+from rl2.config.problem import Problem, refuse
 from rl2.config.schema import Config
 from rl2.python_inputs import Inputs
 from rl2.run.folder import AllStepsDone
@@ -64,7 +64,7 @@ def train_job(start: Callable[[Any], None], config: Config) -> None:
     """Trains with the config, after and before other runs of this process: a job of --multirun."""
     if "RANK" in os.environ:
         advice = "start it without torchrun, or one torchrun for each value"
-        refuse([general_problem(f"--multirun runs its jobs in one process: {advice}")])
+        refuse([Problem("", f"--multirun runs its jobs in one process: {advice}")])
     with user_errors(), _own_process():
         _start(start, config)
 

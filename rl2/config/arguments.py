@@ -16,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.dropped import explain_dropped
+from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, has_presets
-from rl2.config.problem import Problem, general_problem
+from rl2.config.problem import Problem
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.unknown import explain_unknown
 from rl2.config.values import declared_key, flatten, show_value
@@ -45,7 +46,8 @@ class Arguments:
 
 
 def read_arguments(root: type, argv: list[str]) -> Arguments:
-    """Reads the arguments of a trainer with the config class `root`."""
+    """Reads the arguments of a trainer with the config class `root`. `--help` prints and exits."""
+    answer_help(root, argv)
     options, unknown = get_args_parser().parse_known_intermixed_args(argv)
     arguments = Arguments(folder=options.config_dir or "")
     for word in unknown:
@@ -103,7 +105,7 @@ def take_word(root: type, word: str, arguments: Arguments) -> None:
     """Adds the word KEY=VALUE to the arguments, or what is wrong with it."""
     key, _, text = word.lstrip("+").partition("=")
     if not key or "=" not in word:
-        arguments.problems.append(general_problem(f"{word!r} sets no key: {LOOSE_REMEDY}"))
+        arguments.problems.append(Problem("", f"{word!r} sets no key: {LOOSE_REMEDY}"))
     elif key.startswith(("hydra.", "hydra/")):
         arguments.words.append(word)
     elif note_key(root, key, text, arguments):

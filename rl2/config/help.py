@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from rl2.config.key import Key, schema_keys
 from rl2.config.presets import KEY, describe_preset, has_presets, load_presets
-from rl2.config.problem import general_problem, refuse
+from rl2.config.problem import Problem, refuse
 from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.values import show_value
 from rl2.output import outlive_readers
@@ -34,20 +34,16 @@ def answer_trainer(name: str) -> None:
 def answer_help(root: type, argv: list[str]) -> None:
     """Prints the help on rank 0 and ends the program, if the arguments ask for it.
 
-    `root` is the config class of a trainer or a subclass of one.
+    It is that of the sections or keys that they name, or of the trainer. `root` is the config class
+    of a trainer or a subclass of one.
     """
     if "-h" not in argv and "--help" not in argv:
         return
-    text = describe(root, argv)
+    topics = [word for word in argv if not word.startswith("-") and "=" not in word]
+    text = "\n\n".join(explain(root, topic) for topic in topics) or explain_usage(root)
     if is_first_rank():
         print(text)
     sys.exit(0)
-
-
-def describe(root: type, argv: list[str]) -> str:
-    """The help of the sections or keys that the arguments name, or of the trainer."""
-    topics = [word for word in argv if not word.startswith("-") and "=" not in word]
-    return "\n\n".join(explain(root, topic) for topic in topics) or explain_usage(root)
 
 
 def explain(root: type, topic: str = "all") -> str:
@@ -68,7 +64,7 @@ def explain(root: type, topic: str = "all") -> str:
             lines += _entry(name, describe_preset(name))
     if not lines:
         message = f"--help {topic}: no section or key begins so; --help lists the sections"
-        refuse([general_problem(message)])
+        refuse([Problem("", message)])
     return "\n".join(lines).strip("\n")
 
 

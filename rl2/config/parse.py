@@ -22,12 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, read_arguments
 from rl2.config.conditions import derive_keys
-from rl2.config.help import answer_help
 from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, NONE, has_presets, load_presets
-from rl2.config.problem import Problem, describe, general_problem, refuse
+from rl2.config.problem import Problem, describe, refuse
 from rl2.config.rules import validate
-from rl2.config.values import unflatten
 from rl2.parallel.rank import is_first_rank
 
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
@@ -52,17 +50,11 @@ def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
     `elsewhere` are sections and keys that need not fit this machine, for a job that will run on
     another one. They may be missing and are not checked.
     """
-    arguments = read_command(root, argv)
+    arguments = read_arguments(root, argv)
     if arguments.options:
         given = " ".join(arguments.options)
-        arguments.problems.append(general_problem(f"{given} is an option of the trainers alone"))
+        arguments.problems.append(Problem("", f"{given} is an option of the trainers alone"))
     return accept(compose(root, arguments), elsewhere)
-
-
-def read_command(root: type, argv: list[str]) -> Arguments:
-    """Reads the arguments of a command. `--help` prints and exits."""
-    answer_help(root, argv)
-    return read_arguments(root, argv)
 
 
 def accept(draft: "Draft", elsewhere: Collection[str] = ()) -> Any:
@@ -121,7 +113,7 @@ def store_schema(root: type) -> str:
     store = ConfigStore.instance().store
     store(name, root)
     for preset, keys in {NONE: {}, **load_presets()}.items():
-        store(preset, unflatten(keys), group=KEY, package="_global_")
+        store(preset, nested(keys), group=KEY, package="_global_")
     return name
 
 
@@ -132,7 +124,15 @@ def store_config(root: type, arguments: Arguments) -> None:
     if has_presets(schema_keys(root)):
         defaults.append({KEY: keys.pop(KEY, None) or NONE})
     defaults += keys.pop("defaults", ["_self_"])
-    ConfigStore.instance().store(PRIMARY, {"defaults": defaults, **unflatten(keys)})
+    ConfigStore.instance().store(PRIMARY, nested({"defaults": defaults} | keys))
+
+
+def nested(values: dict[str, Any]) -> DictConfig:
+    """The config of dotted keys. An entry of a map replaces a plain value."""
+    tree = OmegaConf.create()
+    for name, value in values.items():
+        OmegaConf.update(tree, name, value)
+    return tree
 
 
 def compose(root: type, arguments: Arguments) -> Draft:
@@ -149,7 +149,7 @@ def compose(root: type, arguments: Arguments) -> Draft:
     except OverrideParseException as error:
         remedy = "close brackets, and quote a text with marks such as , = ( < !"
         text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
-        arguments.problems.append(general_problem(text))
+        arguments.problems.append(Problem("", text))
     except (HydraException, OmegaConfBaseException, OSError) as error:
         text = str(error.__cause__ or error).partition("Config search path")[0]
         reason, _, place = text.partition("full_key:")

@@ -27,11 +27,6 @@ class Problem:
         return self.text
 
 
-def general_problem(text: str) -> Problem:
-    """A problem that belongs to no key."""
-    return Problem("", text)
-
-
 def describe(problems: list[Problem]) -> str:
     """The problems as one message."""
     plural = "s" if len(problems) > 1 else ""

@@ -36,20 +36,6 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def unflatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested dicts of dotted keys."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *path, last = name.split(".")
-        branch = tree
-        for part in path:
-            if not isinstance(branch.get(part), dict):  # an entry of a map replaces a plain value
-                branch[part] = {}
-            branch = branch[part]
-        branch[last] = value
-    return tree
-
-
 def show_value(value: object) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

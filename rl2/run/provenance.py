@@ -1,7 +1,6 @@
 """What the numbers of a launch depend on: its packages, its code and its machine."""
 
 import hashlib
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.engines import VLLM_PACKAGES
+from rl2.config.engines import VLLM_PACKAGES, installed_version
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -18,10 +17,9 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that the numbers depend on."""
     installed = {"python": platform.python_version()}
     for name in ("rl2", "torch", "transformers", "sglang", *VLLM_PACKAGES):
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # an engine, or rl2 in a plain checkout
-            continue
+        release = installed_version(name)
+        if release is not None:  # an engine may be absent, and rl2 in a plain checkout
+            installed[name] = release
     return installed
 
 

@@ -31,7 +31,7 @@ def main() -> None:
         parser.error(f"argument --rows: {options.rows} is not above 0")
     # These take seconds, and --help does not need them.
     from rl2.config.parse import parse
-    from rl2.config.problem import general_problem, refuse
+    from rl2.config.problem import Problem, refuse
     from rl2.config.schema import PPOConfig
     from rl2.data.examples import PROMPT_ROWS
     from rl2.data.rows import load_rows
@@ -52,7 +52,7 @@ def main() -> None:
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config.rollout, rows, cases))
     except (ValueError, RuntimeError, OSError) as error:
-        refuse([general_problem(str(error))])
+        refuse([Problem("", str(error))])
     print("\n".join(map(str, findings)) or "no fault found")
     if any(finding.advice for finding in findings):
         sys.exit(1)

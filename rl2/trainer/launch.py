@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from rl2.config.parse import accept, compose, let_hydra_answer, read_command
+from rl2.config.arguments import read_arguments
+from rl2.config.parse import accept, compose, let_hydra_answer
 from rl2.error_report import Diverged
 from rl2.in_process import train_job
 from rl2.recorder import Recorder
@@ -26,7 +27,7 @@ def launch(root: type, start: Callable[[Any], None]) -> None:
 
     `root` is the class of its config.
     """
-    arguments = read_command(root, sys.argv[1:])
+    arguments = read_arguments(root, sys.argv[1:])
     if arguments.options:
         let_hydra_answer(root, arguments, partial(train_job, start))
     config = accept(compose(root, arguments))
