@@ -86,7 +86,7 @@ def follows(name: str) -> Any:
     return f"${{{name}}}"
 
 
-_known_keys: dict[Any, dict[str, Key]] = {}  # by config class: checks ask for them often
+_known_keys: dict[type, dict[str, Key]] = {}  # by config class: checks ask for them often
 
 
 def schema_keys(root: type) -> dict[str, Key]:
@@ -99,7 +99,7 @@ def schema_keys(root: type) -> dict[str, Key]:
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
     """The sections and keys of a config class, and of the sections in it."""
     # A subclass that only changes the default declares a field without `key` or `section`.
-    declared: dict[str, Field[Any]] = {}
+    declared: dict[str, Field[object]] = {}
     for parent in reversed(kind.__mro__[:-1]):
         declared |= {entry.name: entry for entry in fields(parent) if "key" in entry.metadata}
     for entry in fields(kind):

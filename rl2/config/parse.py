@@ -120,7 +120,7 @@ def store_schema(root: type) -> str:
 def store_config(root: type, arguments: Arguments) -> None:
     """Gives Hydra's store the config that the keys of a file or of Python make on the schema."""
     keys = {**arguments.keys}
-    defaults: list[Any] = [store_schema(root)]
+    defaults: list[object] = [store_schema(root)]
     if has_presets(schema_keys(root)):
         defaults.append({KEY: keys.pop(KEY, None) or NONE})
     defaults += keys.pop("defaults", ["_self_"])

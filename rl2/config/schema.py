@@ -36,7 +36,7 @@ from rl2.engine.sampling_params import SamplingParams
 LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
-def named_paths(key: str, value: object) -> dict[str, Any]:
+def named_paths(key: str, value: Any) -> dict[str, str]:
     """The paths that a key names, by key: KEY of a single one, KEY.NAME of each, none of None."""
     if value is None:
         return {}

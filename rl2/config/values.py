@@ -1,7 +1,7 @@
 """Values of a config by dotted key, and how they are written on the command line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Dicts, whose keys the schema does not list.
@@ -16,7 +16,7 @@ OPEN_KEYS = (
 )
 
 
-def get_value(config: Any, name: str) -> Any:
+def get_value(config: object, name: str) -> Any:
     """The value of a dotted name; "" is the config itself.
 
     None for an entry that a dict of the config does not have.
@@ -26,7 +26,7 @@ def get_value(config: Any, name: str) -> Any:
     return config
 
 
-def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every key in nested dicts."""
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -78,7 +78,7 @@ def init_distributed() -> torch.device:
         for name, value in CPU_MEMORY.items():
             os.environ.setdefault(name, value)
     _run_gloo_in_one_thread()
-    store: Any = dist.HashStore()
+    store: dist.Store = dist.HashStore()
     rank, world_size = 0, 1
     try:
         if "RANK" in os.environ:

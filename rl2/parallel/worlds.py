@@ -37,7 +37,7 @@ class Channel:
     def __init__(self, store: dist.Store, rank: int, size: int):
         """`rank` is that in the group. All its processes call."""
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, timeout=COLLECTIVE_TIMEOUT)
-        self.pending: deque[Any] = deque()  # broadcasts that have perhaps not arrived
+        self.pending: deque[dist.Work] = deque()  # broadcasts that have perhaps not arrived
 
     def send(self, value: object) -> None:
         """Sends a picklable value."""
@@ -66,7 +66,7 @@ class Channel:
         self._broadcast(tensor).wait()
         return tensor
 
-    def _broadcast(self, tensor: Tensor) -> Any:
+    def _broadcast(self, tensor: Tensor) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self.group.broadcast([tensor], options)

@@ -66,9 +66,9 @@ class Console:
             metrics = {name.replace("critic/", "actor/"): metrics[name] for name in metrics}
         if "rollout/zero_variance" in metrics and self.compares_groups:
             values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
-        for (test_set, metric), value in held_out_results(metrics, self.score).items():
+        for (test_set, metric), result in held_out_results(metrics, self.score).items():
             name = test_set or ("reward" if metric == REWARD else metric)
-            values.append(f"test {name} {value:.3f}")
+            values.append(f"test {name} {result:.3f}")
         for metric, (name, form) in COLUMNS.items():
             value = metrics.get(metric)
             # A mean over no tokens is NaN, and is left out where 0 is.

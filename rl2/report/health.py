@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.conditions import has_teacher
 from rl2.config.schema import Config, PPOConfig, RolloutWorkerConfig
 from rl2.report.learning import Problem, find_lack_of_learning
 from rl2.run.checkpoints import Checkpoints
+from rl2.run.records import Record
 
 # With more answers cut, the reward mostly measures the limit, not how good the answers are.
 MAX_CUT_FRACTION = 0.5
@@ -80,7 +80,7 @@ class Health:
             self.step_counts[problem.name] += 1
         return sentences
 
-    def summary(self, lines: list[dict[str, Any]]) -> list[str]:
+    def summary(self, lines: list[Record]) -> list[str]:
         """Returns what to print at the end of the run, whose metrics.jsonl has these `lines`."""
         counts = self.step_counts.items()
         sentences = [f"{count} of {self.num_steps} steps {name}" for name, count in counts]

@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+
+from rl2.run.records import Record
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Problem:
     reason: str  # and what to do; one or two sentences
 
 
-def find_lack_of_learning(lines: list[dict[str, Any]]) -> list[Problem]:
+def find_lack_of_learning(lines: list[Record]) -> list[Problem]:
     """Finds what the evaluations of a whole run of SFT, DPO or a reward model say against it.
 
     `lines` are those of metrics.jsonl, with None for values that are not finite.

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from rl2.config.schema import Config, PPOConfig
 from rl2.run.success import held_out_metric
@@ -54,17 +53,15 @@ class Best:
         return value < self.value if is_falling else value > self.value
 
 
-def start_best(config: Config, saved: dict[str, Any] | None = None) -> Best | None:
+def start_best(config: Config, saved: Best | None) -> Best | None:
     """Returns the best so far; None without trainer.save_best.
 
-    `saved` are the fields of a checkpoint. Those of another metric do not count.
+    `saved` is that of a checkpoint. One of another metric does not count.
     """
     metric = best_metric(config)
-    if metric is None:
-        return None
-    if saved and saved["metric"] == metric:
-        return Best(metric, saved["step"], saved["value"])
-    return Best(metric)
+    if saved and saved.metric == metric:
+        return saved
+    return Best(metric) if metric else None
 
 
 def best_metric(config: Config) -> str | None:

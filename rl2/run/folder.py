@@ -27,7 +27,7 @@ from rl2.run.best import Best, start_best
 from rl2.run.checkpoints import Checkpoints, put_in_place, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
-from rl2.run.records import NO_STEP, MetricsFile, step_of, write_object, write_text
+from rl2.run.records import NO_STEP, MetricsFile, Record, step_of, write_object, write_text
 from rl2.run.start import BEST_MODEL, LENGTH, Start, find_start, identify, read_record
 from rl2.run.weights_hash import hash_states
 
@@ -139,7 +139,7 @@ class RunFolder:
         ValueError if the config has changed, as in a sweep: the changes would have no effect.
         """
         start = self.start
-        if start.checkpoint is None or start.step < num_steps or not start.is_complete:
+        if start.step < num_steps or not start.is_complete:
             return
         ignored = [change for key, change in start.changes.items() if key not in LENGTH]
         if ignored:
@@ -225,7 +225,7 @@ class RunFolder:
         write_text(self.path / "config.yaml", dump(self.config))
         write_object(self.path / "run.json", record)
 
-    def _experiment_record(self) -> dict[str, Any]:
+    def _experiment_record(self) -> Record:
         """Returns what a later launch compares itself with, beside config.yaml."""
         identity = {"trainer": self.identity.trainer, "contents": self.identity.contents}
         return {"identity": identity, "date": self.start.date}
@@ -247,7 +247,7 @@ class RunFolder:
         self._set_aside(entries, later_lines, f"what came after step {step}")
         metrics.replace([line for line in lines if line["step"] <= step])
 
-    def _set_aside(self, entries: list[Path], lines: list[dict[str, Any]], what: str) -> None:
+    def _set_aside(self, entries: list[Path], lines: list[Record], what: str) -> None:
         """Moves the entries to a new folder branches/N, which gets these lines of metrics.jsonl.
 
         Nothing is deleted. Each entry is renamed for itself: the folder may be a mount point.
@@ -312,7 +312,7 @@ class RunFolder:
         self,
         split: str,
         step: int,
-        records: Iterable[dict[str, Any]],
+        records: Iterable[Record],
         tokens: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl.

@@ -32,7 +32,7 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else NO_STEP
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Record:
     """Returns the content of a JSON or YAML file, {} without the file.
 
     DamagedFile if it is not a mapping.
@@ -55,7 +55,7 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def write_object(path: Path, content: dict[str, Any]) -> None:
+def write_object(path: Path, content: Record) -> None:
     """Replaces a JSON file."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 

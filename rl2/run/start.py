@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from rl2.config.schema import Config, dump
 from rl2.config.values import flatten
+from rl2.run.best import Best
 from rl2.run.checkpoints import Checkpoints, explain_damage
-from rl2.run.records import NO_STEP, DamagedFile, MetricsFile, read_object
+from rl2.run.records import NO_STEP, DamagedFile, MetricsFile, Record, read_object
 from rl2.user_files import find_env_file
 
 BEST_MODEL = "best_model"  # in the run folder: the model of the best evaluation
@@ -45,7 +45,7 @@ class RunIdentity:
     """A run's trainer, its config and the contents of the files that the config names."""
 
     trainer: str  # the name of the config's class
-    config: dict[str, Any]  # dotted key -> value
+    config: dict[str, object]  # dotted key -> value
     contents: dict[str, str]  # key -> hash of the file that it names; of data.path, of the rows
 
 
@@ -64,7 +64,7 @@ class Start:
     lacks_test: bool = False  # the checkpoint is own, and `step` was not evaluated
     is_complete: bool = False  # model/ is of the last step of the run, which is `step`
     model_step: float = NO_STEP  # of model/
-    best: dict[str, Any] = field(default_factory=dict)  # the fields of the best evaluation
+    best: Best | None = None  # the best evaluation until the checkpoint
     best_model_step: int = NO_STEP  # of best_model/
     updates: dict[str, int] = field(default_factory=dict)
     """per worker: the updates that the steps so far were laid out for"""
@@ -87,7 +87,8 @@ def find_start(config: Config, identity: RunIdentity) -> Start:
             )
         return Start(date=today)
     checkpoint = _choose_checkpoint(config, newest)
-    if checkpoint is None and not _has_a_run(path):
+    has_run = (path / "metrics.jsonl").exists() or (path / "model").exists()
+    if checkpoint is None and not has_run:
         return Start(date=read_record(path).get("date") or today)
     folder = checkpoint or path
     record = read_record(folder)
@@ -102,6 +103,7 @@ def find_start(config: Config, identity: RunIdentity) -> Start:
     metrics_of_step = [name for line in lines if line["step"] == step for name in line]
     run_record = read_record(path) if is_own else {}
     model_step = run_record.get("model_step", NO_STEP) if (path / "model").exists() else NO_STEP
+    best = record.get("best") if is_own else None
     best_model = run_record.get("best", {}) if (path / BEST_MODEL).exists() else {}
     return Start(
         checkpoint=checkpoint,
@@ -115,7 +117,7 @@ def find_start(config: Config, identity: RunIdentity) -> Start:
         lacks_test=is_own and not any(name.startswith("test/") for name in metrics_of_step),
         is_complete=run_record.get("is_complete", False) and model_step == step,
         model_step=model_step,
-        best=record.get("best") or {} if is_own else {},
+        best=Best(**best) if best else None,
         best_model_step=best_model.get("step", NO_STEP),
         updates=record.get("updates", {}),
     )
@@ -150,12 +152,8 @@ def _find_checkpoint(named: Path) -> Path:
     return newest
 
 
-def _has_a_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").exists() or (path / "model").exists()
-
-
 def _compare(
-    config: Config, identity: RunIdentity, folder: Path, record: dict[str, Any]
+    config: Config, identity: RunIdentity, folder: Path, record: Record
 ) -> tuple[bool, Changes]:
     """Prints what has changed since the run in `folder`, of which `record` is the run.json.
 
@@ -184,7 +182,7 @@ def _compare(
     return DATA not in experiment, changes
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> Record:
     """Reads run.json of a run folder, {} if it has none; or of a checkpoint, which must have one.
 
     RuntimeError names the file if it is damaged, and says what to do.
@@ -192,7 +190,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _read_object(folder, "run.json")
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def _read_object(folder: Path, name: str) -> Record:
     path = folder / name
     is_checkpoint = folder.name.startswith("step_")
     try:

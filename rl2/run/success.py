@@ -6,7 +6,8 @@ evaluations, trainer.save_best, the console, reports and commands take it from h
 
 import re
 from collections.abc import Mapping
-from typing import Any
+
+from rl2.run.records import Record
 
 RIGHT_SCORE = 1 - 1e-6  # 1, but for the rounding of a sum of parts
 REWARD = "reward/mean"  # the metric of the whole reward
@@ -39,7 +40,9 @@ def held_out_metric(part: str | None, num_samples: int) -> str:
     return REWARD if part is None else f"avg@{num_samples}"
 
 
-def held_out_results(metrics: Mapping[str, Any], part: str | None) -> dict[tuple[str, str], Any]:
+def held_out_results(
+    metrics: Mapping[str, float], part: str | None
+) -> dict[tuple[str, str], float]:
     """Returns success and loss on each test set, by its name ("" without one) and the metric.
 
     `part` is rollout.score; the run may have sampled any number of answers to a question.
@@ -54,7 +57,7 @@ def held_out_results(metrics: Mapping[str, Any], part: str | None) -> dict[tuple
     return results
 
 
-def saved_score(config: Mapping[str, Any]) -> str | None:
+def saved_score(config: Record) -> str | None:
     """Returns rollout.score of the content of a config.yaml, which may be of an old run."""
     part: str | None = config.get("rollout", {}).get("score")
     return part

@@ -39,7 +39,7 @@ class Watchdog:
     def __init__(self, limit: float):
         self.limit = limit
         self.interval = min(LONGEST_INTERVAL_SECONDS, limit / 10)
-        self.store: Any = None  # a client of this thread's own
+        self.store: dist.Store | None = None  # a client of this thread's own
         self.newest_work = (0, 0)
         self.num_moves = 0  # intervals in which a rank made progress, summed over the ranks
         self.progress_at = time.monotonic()

@@ -58,18 +58,13 @@ def hash_states(objects: dict[str, Any], states: dict[str, Any]) -> dict[str, st
         total = torch.zeros((), dtype=torch.int64)
         for key, value in flatten_state_dict(states[name])[0].items():
             if not isinstance(value, DTensor):
+                content = value.tolist() if isinstance(value, Tensor) else value
                 is_first = dist.get_rank() == 0
-                total += is_first * _number_of(f"{key} {_describe(value)}")
+                total += is_first * _number_of(f"{key} {content}")
             elif not _is_copy(value, item.mesh):
                 total += _number_of(key) * _sum_shard(value).cpu()
-        totals.append(total.to(item.mesh.device) if hasattr(item, "mesh") else total)
-    device = next((total.device for total in totals if total.device.type != "cpu"), "cpu")
-    return _sum_over_processes(objects, [total.to(device) for total in totals])
-
-
-def _describe(value: object) -> Any:
-    """What decides whether two values of a state that are not sharded tensors are equal."""
-    return value.tolist() if isinstance(value, Tensor) else value
+        totals.append(total)
+    return _sum_over_processes(objects, totals)
 
 
 def _sum_over_processes(names: Iterable[str], totals: list[Tensor]) -> dict[str, str]:
