@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 
 from rl2.config.arguments import read_arguments
-from rl2.config.parse import check, compose
+from rl2.config.parse import compose
 from rl2.config.problem import Problem
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 
@@ -82,7 +82,7 @@ def resolved(config: Any) -> Any:
 def find_problems(trainer: str, words: list[str]) -> list[Problem]:
     """The problems of a command that also has the required keys."""
     root = ROOTS[trainer]
-    return check(compose(root, read_arguments(root, [*BASE[trainer], *words])))
+    return compose(root, read_arguments(root, BASE[trainer] + words))[1]
 
 
 def problem_keys(trainer: str, *words: str) -> list[str]:

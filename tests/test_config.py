@@ -18,7 +18,7 @@ from rl2.config.arguments import read_arguments
 from rl2.config.conditions import adapter_obstacle, sends_adapters
 from rl2.config.help import explain, explain_usage
 from rl2.config.key import schema_keys
-from rl2.config.parse import check, compose, parse
+from rl2.config.parse import compose, parse
 from rl2.config.schema import PPOConfig, dump
 from rl2.config.unknown import OTHER_NAMES, near_keys
 from rl2.config.values import get_value
@@ -88,7 +88,7 @@ def test_keys_of_another_machine_have_no_problems(base):
 
     def find_here(*words):
         arguments = read_arguments(PPOConfig, ["actor.model_name=model", *words])
-        found = check(compose(PPOConfig, arguments), elsewhere=("data", "rollout.env_path"))
+        _, found = compose(PPOConfig, arguments, elsewhere=("data", "rollout.env_path"))
         return [problem.key for problem in found]
 
     assert find_here() == []

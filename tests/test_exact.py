@@ -431,7 +431,7 @@ def test_it_is_demanded_left_out_or_tried(words):
 )
 def test_where_it_cannot_hold_it_is_not_tried(words, arguments, reason):
     """messages.txt has the refusal where it is demanded."""
-    config = compose(PPOConfig, read_arguments(PPOConfig, [*words, *arguments])).config
+    config, _ = compose(PPOConfig, read_arguments(PPOConfig, [*words, *arguments]))
     [obstacle] = exact_obstacles(config)
     assert obstacle.startswith(reason)
     assert choose_exactness(config) is Exactness.OFF

@@ -109,7 +109,7 @@ def test_keys_follow_others_unless_they_are_set(monkeypatch, arguments, expected
         section = f"rollout.{name}_sampling_params"
         arguments, expected = (x.replace(short, section) for x in (arguments, expected))
     words = arguments.split()
-    config = compose(PPOConfig, read_arguments(PPOConfig, [*BASE["ppo"], *words])).config
+    config, _ = compose(PPOConfig, read_arguments(PPOConfig, BASE["ppo"] + words))
     for word in expected.split():
         name, _, value = word.partition("=")
         assert get_value(config, name) == OmegaConf.create(f"x: {value}").x, name

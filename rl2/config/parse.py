@@ -8,7 +8,6 @@ rules.py finds all values that are wrong or do not fit together.
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
@@ -54,14 +53,15 @@ def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
     if arguments.options:
         given = " ".join(arguments.options)
         arguments.problems.append(Problem("", f"{given} is an option of the trainers alone"))
-    return accept(compose(root, arguments), elsewhere)
+    return accept(root, arguments, elsewhere)
 
 
-def accept(draft: "Draft", elsewhere: Collection[str] = ()) -> Any:
-    """Returns the config of a draft. Exits if it has problems."""
-    if problems := check(draft, elsewhere):
+def accept(root: type, arguments: Arguments, elsewhere: Collection[str] = ()) -> Any:
+    """What `parse` does, for arguments that have been read."""
+    config, problems = compose(root, arguments, elsewhere)
+    if problems:
         refuse(problems)
-    return draft.config
+    return config
 
 
 def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None]) -> NoReturn:
@@ -77,7 +77,9 @@ def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None
 
     @hydra.main(version_base="1.3", config_path=None, config_name=PRIMARY)
     def job(tree: DictConfig) -> None:
-        config = accept(finish(root, tree, arguments))
+        config, problems = finish(root, tree, arguments)
+        if problems:
+            refuse(problems)
         config.trainer.save_dir = HydraConfig.get().runtime.output_dir
         run(config)
 
@@ -88,22 +90,12 @@ def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None
     sys.exit()
 
 
-@dataclass
-class Draft:
-    """A config before its checks."""
-
-    arguments: Arguments
-    config: Any = None  # None if Hydra cannot compose it, or is not asked
-    # Of the keys without a value; in `config` they are empty texts.
-    missing: list[Problem] = field(default_factory=list)
-
-
 def make_config(root: type, arguments: Arguments) -> Any:
     """What `parse` does, for arguments that Python code gives. ValueError lists the problems."""
-    draft = compose(root, arguments)
-    if problems := check(draft):
+    config, problems = compose(root, arguments)
+    if problems:
         raise ValueError(describe(problems))
-    return draft.config
+    return config
 
 
 @cache
@@ -135,33 +127,39 @@ def nested(values: dict[str, Any]) -> DictConfig:
     return tree
 
 
-def compose(root: type, arguments: Arguments) -> Draft:
-    """Lets Hydra compose a config of the class `root`. What it does not take becomes a problem."""
+def compose(
+    root: type, arguments: Arguments, elsewhere: Collection[str] = ()
+) -> tuple[Any, list[Problem]]:
+    """Lets Hydra compose a config of the class `root`. Returns it with its problems.
+
+    The config is None if the arguments have problems, or Hydra does not take them: then there is no
+    more to check. `parse` explains `elsewhere`.
+    """
     if arguments.problems:
-        return Draft(arguments)
+        return None, arguments.problems
     store_config(root, arguments)
     GlobalHydra.instance().clear()
     # Hydra wants a folder: there is no config in this one.
     folder = os.path.abspath(arguments.folder or os.path.dirname(__file__))
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
-            return finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
+            config, problems = finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
+        return config, [problem for problem in problems if not is_below(problem.key, elsewhere)]
     except OverrideParseException as error:
         remedy = "close brackets, and quote a text with marks such as , = ( < !"
         text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
-        arguments.problems.append(Problem("", text))
+        return None, [Problem("", text)]
     except (HydraException, OmegaConfBaseException, OSError) as error:
         text = str(error.__cause__ or error).partition("Config search path")[0]
         reason, _, place = text.partition("full_key:")
         key, text = place.partition("\n")[0].strip(), " ".join(reason.split())
-        arguments.problems.append(Problem(key, f"{key}: {text}" if key else text))
-    return Draft(arguments)
+        return None, [Problem(key, f"{key}: {text}" if key else text)]
 
 
-def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
+def finish(root: type, tree: DictConfig, arguments: Arguments) -> tuple[Any, list[Problem]]:
     """Makes the dataclass of a composed config, with the keys that follow from others.
 
-    Missing keys are empty texts, which pass the checks.
+    Returns it with its problems. Missing keys are empty texts, which pass the checks.
     """
     OmegaConf.set_struct(tree, False)
     missing = []
@@ -174,15 +172,7 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> Draft:
     if config.trainer.eval_only and not config.data.test_ratio:
         missing = [problem for problem in missing if problem.key != "data.path"]
     derive_keys(config, arguments.set_keys)
-    return Draft(arguments, config, missing)
-
-
-def check(draft: Draft, elsewhere: Collection[str] = ()) -> list[Problem]:
-    """The problems of a draft; `parse` explains `elsewhere`."""
-    if draft.config is None:  # there is no more to check
-        return draft.arguments.problems
-    problems = draft.missing + validate(draft.config, draft.arguments.set_keys)
-    return [problem for problem in problems if not is_below(problem.key, elsewhere)]
+    return config, missing + validate(config, arguments.set_keys)
 
 
 def is_below(name: str, keys: Collection[str]) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
 from rl2.progress import mark, track
@@ -35,10 +35,10 @@ def find_layers(hf: nn.Module, idle: Sequence[nn.Module] = ()) -> list[Any]:
 def shard(
     model: Any,
     mesh: Mesh,
-    compute_dtype: torch.dtype | None = None,
-    gradient_checkpointing: bool | int = False,
-    recompute_context: Callable[[], Any] | None = None,
-    idle: Sequence[nn.Module] = (),
+    compute_dtype: torch.dtype | None,
+    gradient_checkpointing: bool | int,
+    recompute_context: Callable[[], Any],
+    idle: Sequence[nn.Module],
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
@@ -70,7 +70,7 @@ def shard(
                 layer.forward,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=recompute_context or noop_context_fn,
+                context_fn=recompute_context,
             )
         # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
         # 2 bytes a parameter.
@@ -106,7 +106,7 @@ def scatter(
     model: Any,
     full: dict[str, Tensor] | None,
     mesh: Mesh,
-    changes: Iterable[Callable[[str, Tensor], Tensor]] = (),
+    changes: Iterable[Callable[[str, Tensor], Tensor]],
 ) -> None:
     """Gives memory and values to `model`, which has its parameters on the meta device.
 

@@ -196,14 +196,11 @@ def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_siz
     """The mesh of one worker. All processes must call.
 
     `fsdp_size` processes share one copy of the model (0 = as many as there are), `sp_size`
-    processes share each sequence and `tp_size` processes share each matrix. ValueError unless sp x
-    tp and fsdp x tp divide the number of processes.
+    processes share each sequence and `tp_size` processes share each matrix. sp x tp and fsdp x tp
+    divide the number of processes, which the rules of the config check.
     """
     world = dist.get_world_size()
     fsdp_size = fsdp_size or world // tp_size
-    for size in (sp_size, fsdp_size):
-        if world % (size * tp_size):
-            raise ValueError(f"{world} processes cannot be {size} x {tp_size} at a time")
     axes = {"replicate": world // (fsdp_size * tp_size), "shard": fsdp_size, "tp": tp_size}
     axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
     mesh = _init_device_mesh(device, axes)
