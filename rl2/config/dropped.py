@@ -60,8 +60,9 @@ DROPPED = {
     "data.weights": "rl2 as it is: a source has the share of its rows; repeat or sample them",
     "data.turns": '"weight": 0 in the replies that are not trained, or prompt and completion',
     "data.test_limit": "a smaller file of test rows, or a smaller data.test_ratio",
-    **{f"teacher.{key}": f"actor.{key}, as the actor has, or teacher.base_url" for key in AS_ACTOR},
 }
+for _key in AS_ACTOR:
+    DROPPED[f"teacher.{_key}"] = f"actor.{_key}, as the actor has, or teacher.base_url"
 
 
 def explain_dropped(name: str) -> str:

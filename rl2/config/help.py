@@ -77,9 +77,11 @@ def explain_usage(root: type) -> str:
     lines = [
         f"torchrun --nproc_per_node=N -m {trainer} {required} key=value",
         f"python -m {trainer} ... is one process. The sections of keys:",
-        *(f"  {name:10} {known[name].help}" for name in sections),
-        f"--help {sections[0]} lists the keys of a section; --help all, --help KEY explain more",
     ]
+    lines += [f"  {name:10} {known[name].help}" for name in sections]
+    lines.append(
+        f"--help {sections[0]} lists the keys of a section; --help all, --help KEY explain more"
+    )
     if has_presets(known):
         lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")
     lines += [
@@ -97,5 +99,5 @@ def _entry(title: str, text: str) -> list[str]:
 
 def _with_choices(key: Key) -> str:
     """The help of a key, and its choices if it has some."""
-    choices = [*key.functions, "file.py:function"] if key.functions else key.choices
+    choices = key.functions + ("file.py:function",) if key.functions else key.choices
     return f"{key.help} [{' | '.join(choices)}]" if choices else key.help

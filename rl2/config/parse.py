@@ -85,7 +85,7 @@ def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None
 
     store_config(root, arguments)
     folder = ["--config-dir", arguments.folder] if arguments.folder else []
-    sys.argv[1:] = [*folder, *arguments.options, *QUIET, *arguments.words]
+    sys.argv[1:] = folder + arguments.options + QUIET + arguments.words
     job()
     sys.exit()
 
@@ -111,7 +111,7 @@ def store_schema(root: type) -> str:
 
 def store_config(root: type, arguments: Arguments) -> None:
     """Gives Hydra's store the config that the keys of a file or of Python make on the schema."""
-    keys = {**arguments.keys}
+    keys = dict(arguments.keys)
     defaults: list[object] = [store_schema(root)]
     if has_presets(schema_keys(root)):
         defaults.append({KEY: keys.pop(KEY, None) or NONE})

@@ -136,7 +136,7 @@ def wrong_choices(config: Config) -> Iterator[Row]:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
                 number = [] if key.above is None else ["a number"]
-                yield name, f": choose {', '.join([*key.choices, *number])}"
+                yield name, f": choose {', '.join(list(key.choices) + number)}"
 
 
 def empty_values(config: Config, set_keys: set[str]) -> Iterator[Row]:

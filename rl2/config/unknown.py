@@ -48,7 +48,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 def explain_unknown(name: str, value: object, known: dict[str, Key]) -> str:
     """What to write instead of an unknown key."""
     keys = [other for other in known if not known[other].is_section]
-    near = near_keys(name, [*keys, KEY] if has_presets(known) else keys)
+    near = near_keys(name, keys + [KEY] if has_presets(known) else keys)
     declared = declared_key(name)
     others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
     if others:  # it is no misspelled key, but may be in another section here

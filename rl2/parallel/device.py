@@ -36,10 +36,11 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def columns_to_device(data: Any, device: torch.device) -> Any:
     """A dataclass, such as a Batch or a Pack, with its tensors on `device`."""
-    tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
-    return replace(
-        data, **{name: copy_to_device(tensor, device) for name, tensor in tensors.items()}
-    )
+    tensors = {}
+    for name, value in vars(data).items():
+        if isinstance(value, Tensor):
+            tensors[name] = copy_to_device(value, device)
+    return replace(data, **tensors)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

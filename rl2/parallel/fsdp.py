@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ def shard(
     # The next layer is gathered before this one computes, so that a host which is barely ahead of
     # the device, as with small models, does not keep the network waiting. In the backward pass FSDP
     # does so by itself.
-    for module, following in pairwise([model, *layers]):
+    for module, following in pairwise([model] + layers):
         module.set_modules_to_forward_prefetch([following])
 
 
@@ -123,7 +123,8 @@ def scatter(
         if full is not None:
             buffer.copy_(full.pop(name))
         dist.broadcast(buffer, src=0)
-    fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
+    fsdp_placements: list[Placement] = [Replicate()] * (mesh.fsdp.ndim - 1)
+    fsdp_placements.append(Shard(0))
     for name, parameter in track(list(model.hf.named_parameters()), "weights"):
         if full is None:  # rank 0 sends its values
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)

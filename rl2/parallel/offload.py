@@ -7,7 +7,6 @@ speed.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -84,11 +83,10 @@ class WeightMemory:
         self.storage_bytes: list[int] = []
         if in_host_memory:
             parameters = list(model.parameters())
-            host_shards = empty_on_host([local_shard(parameter) for parameter in parameters])
-            self.host_shards = dict(zip(parameters, host_shards, strict=True))
+            shards = [local_shard(parameter) for parameter in parameters]
+            self.host_shards = dict(zip(parameters, empty_on_host(shards), strict=True))
             # FSDP pads a shard, so its storage may be larger.
-            storages = [local_shard(parameter).untyped_storage() for parameter in parameters]
-            self.storage_bytes = [storage.nbytes() for storage in storages]
+            self.storage_bytes = [shard.untyped_storage().nbytes() for shard in shards]
             self._leave_device(changed=parameters)
 
     @contextmanager
@@ -185,8 +183,11 @@ def _pieces(columns: Sequence[list[Tensor]], limit: int) -> list[tuple[Tensor, .
 
     The tensors at the same place of the columns are cut alike.
     """
-    cut = [chain(*[_cut(tensor.view(-1), limit) for tensor in column]) for column in columns]
-    return list(zip(*cut, strict=True))
+    pieces: list[tuple[Tensor, ...]] = []
+    for tensors in zip(*columns, strict=True):
+        cut = [_cut(tensor.view(-1), limit) for tensor in tensors]
+        pieces += zip(*cut, strict=True)
+    return pieces
 
 
 def _cut(flat: Tensor, limit: int) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
         raise ValueError(
             f"{name} ({config.model_type}) carries no tensor-parallel plan: set tp_size=1"
         )
-    unknown = set(plan.values()) - {*STYLES, PARTIAL_GRADIENT, EMBEDDING}
+    unknown = set(plan.values()) - STYLES.keys() - {PARTIAL_GRADIENT, EMBEDDING}
     if unknown:
         raise ValueError(
             f"the tensor-parallel plan of {name} has {sorted(unknown)}, which rl2 cannot do: "
@@ -74,7 +74,7 @@ def cut(layer: Any, style: str, mesh: DeviceMesh) -> None:
     matrices = [layer]
     if hasattr(layer, "base_layer"):
         adapters = layer.lora_B if style == "colwise" else layer.lora_A
-        matrices = [layer.base_layer, *adapters.values()]
+        matrices = [layer.base_layer] + list(adapters.values())
     for matrix in matrices:
         parallelize_module(matrix, mesh, STYLES[style]())
 

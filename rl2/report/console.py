@@ -77,7 +77,8 @@ class Console:
         phases = [name for name in metrics if name.startswith("time/") and name != "time/step"]
         longest = max(phases, key=lambda phase: metrics[phase])
         share = f"{longest.removeprefix('time/')} {metrics[longest]:.1f}"
-        return "  ".join([*values, f"{metrics['time/step']:.1f}s ({share})"])
+        values.append(f"{metrics['time/step']:.1f}s ({share})")
+        return "  ".join(values)
 
 
 def warn_of_checkpoints(config: Config) -> list[str]:
@@ -105,6 +106,7 @@ def _reward_values(metrics: Metrics, score: str | None) -> list[str]:
         if metric.startswith("reward/") and metric not in (REWARD, "reward/std", success):
             parts.append(f"{metric.removeprefix('reward/')} {value:.2f}")
     if len(parts) > MAX_REWARD_PARTS:
-        parts = [*parts[:MAX_REWARD_PARTS], "..."]
+        parts = parts[:MAX_REWARD_PARTS] + ["..."]
     reward = f"reward {metrics[REWARD]:.3f}"
-    return [*values, f"{reward} ({' '.join(parts)})" if parts else reward]
+    values.append(f"{reward} ({' '.join(parts)})" if parts else reward)
+    return values

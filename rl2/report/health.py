@@ -32,11 +32,11 @@ Metrics = dict[str, float]  # of one step, by name
 
 def with_names(by_set: dict[str, Metrics]) -> Metrics:
     """Returns the metrics of all test sets as NAME/metric. A set without a name adds no prefix."""
-    return {
-        f"{name}/{metric}".lstrip("/"): value
-        for name, metrics in by_set.items()
-        for metric, value in metrics.items()
-    }
+    named = {}
+    for name, metrics in by_set.items():
+        for metric, value in metrics.items():
+            named[f"{name}/{metric}".lstrip("/")] = value
+    return named
 
 
 class Health:
@@ -82,10 +82,12 @@ class Health:
 
     def summary(self, lines: list[Record]) -> list[str]:
         """Returns what to print at the end of the run, whose metrics.jsonl has these `lines`."""
-        counts = self.step_counts.items()
-        sentences = [f"{count} of {self.num_steps} steps {name}" for name, count in counts]
-        lacks = find_lack_of_learning(lines)
-        return [*sentences, *(f"warning: the run {lack.name}: {lack.reason}" for lack in lacks)]
+        sentences = []
+        for name, count in self.step_counts.items():
+            sentences.append(f"{count} of {self.num_steps} steps {name}")
+        for lack in find_lack_of_learning(lines):
+            sentences.append(f"warning: the run {lack.name}: {lack.reason}")
+        return sentences
 
     @property
     def is_diverging(self) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 from rl2.run.records import Record
 
@@ -20,7 +21,7 @@ def find_lack_of_learning(lines: list[Record]) -> list[Problem]:
     `lines` are those of metrics.jsonl, with None for values that are not finite.
     """
     problems = []
-    for name in {name: None for line in lines for name in line}:
+    for name in dict.fromkeys(chain.from_iterable(lines)):
         # A part of PPO's reward may be called loss, too.
         match = re.fullmatch(r"test/(?:(?!reward/)[^/]+/)?(loss|accuracy)", name)
         if match is None:

@@ -128,7 +128,8 @@ class MetricsLog:
         self.last_write = now
         times = {f"time/{name}": seconds for name, seconds in self.phase_seconds.items()}
         self.phase_seconds = {}
-        line = {"step": step, **metrics, **times}
+        line: Metrics = {"step": step}
+        line |= metrics | times
         line["time/other"] = step_seconds - sum(times.values())
         line["time/step"] = step_seconds
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")

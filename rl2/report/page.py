@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from itertools import takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from rl2.report.learning import find_lack_of_learning
 from rl2.run.records import NOT_METRICS, Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
-MAX_HEADLINES = 6  # with more test sets, the others are among the curves
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
 ROLLOUT_BYTES = 16_000_000  # of the answers of all runs
@@ -59,7 +58,7 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         )
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
-    names = {name: None for line in lines for name in line if name not in NOT_METRICS}
+    names = [name for name in dict.fromkeys(chain.from_iterable(lines)) if name not in NOT_METRICS]
     splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
     return {
         "folder": str(folder.resolve()),
@@ -88,7 +87,7 @@ def find_headlines(lines: list[Record], score: str | None) -> dict[str, str]:
     for test_set, metric in held_out_results(known, score):
         name = f"test/{test_set}/{metric}" if test_set else f"test/{metric}"
         headlines[name] = f"on {test_set or 'held-out rows'}"
-    return dict(list(headlines.items())[:MAX_HEADLINES])
+    return headlines
 
 
 def _gather_warnings(lines: list[Record]) -> list[Record]:
@@ -109,7 +108,9 @@ def _gather_warnings(lines: list[Record]) -> list[Record]:
 
 def _read_rollouts(splits: dict[str, list[Path]], num_bytes: int) -> list[Record]:
     """Returns a sample of the steps of each split, with at most `num_bytes` in all."""
-    files = [path for steps in splits.values() for path in spread(steps, MAX_STEPS)]
+    files: list[Path] = []
+    for steps in splits.values():
+        files += spread(steps, MAX_STEPS)
     shown: list[Record] = []
     for path in files:
         share = num_bytes // (len(files) - len(shown))  # small steps leave room for others
@@ -129,7 +130,7 @@ def _read_step(path: Path, num_bytes: int) -> Record:
     for record in ranked:
         groups[record.get("group")].append(record)
     shown: list[Record] = []
-    order = [*ranked[:1], *ranked[-1:], *records]
+    order = ranked[:1] + ranked[-1:] + records
     for number in dict.fromkeys(record.get("group") for record in order):
         group = describe_group(groups[number])
         num_bytes -= len(to_json(group))
@@ -185,8 +186,11 @@ def reward_of(record: Record) -> float:
 
 def describe_group(records: list[Record]) -> Record:
     """Returns the messages with which all answers begin, and a sample of the answers."""
-    columns = zip(*map(prompt_of, records), strict=False)
-    prompt = [first for first, *_ in takewhile(_are_equal, columns)]
+    prompt = prompt_of(records[0])
+    for record in records:
+        other = prompt_of(record)
+        while prompt != other[: len(prompt)]:
+            prompt = prompt[:-1]
     return {
         "group": records[0].get("group"),
         "size": len(records),
@@ -194,10 +198,6 @@ def describe_group(records: list[Record]) -> Record:
         "prompt": _cut_messages(prompt),
         "answers": _describe_answers(records, len(prompt)),
     }
-
-
-def _are_equal(messages: tuple[Record, ...]) -> bool:
-    return all(message == messages[0] for message in messages)
 
 
 def _cut_messages(messages: list[Record]) -> list[Record]:

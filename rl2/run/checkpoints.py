@@ -206,11 +206,11 @@ def sweep(folder: Path, name: str) -> None:
 def sync_to_disk(folder: Path) -> None:
     """Waits until the disk has every file of the folder, and the folder's own list of them."""
     with expecting(SYNC_SECONDS):
-        for path in [*folder.iterdir(), folder]:
-            if path.is_file() or path == folder:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+        files = [path for path in folder.iterdir() if path.is_file()]
+        for path in files + [folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
 
 def _random_states() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rl2.run.checkpoints import Checkpoints, put_in_place, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import describe_commit, describe_cpu, hash_package, versions
 from rl2.run.records import NO_STEP, MetricsFile, Record, step_of, write_object, write_text
-from rl2.run.start import BEST_MODEL, LENGTH, Start, find_start, identify, read_record
+from rl2.run.start import BEST_MODEL, LENGTH, Start, find_start, identify, listed, read_record
 from rl2.run.weights_hash import hash_states
 
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
@@ -143,10 +143,9 @@ class RunFolder:
             return
         ignored = [change for key, change in start.changes.items() if key not in LENGTH]
         if ignored:
-            listed = "".join(f"\n  - {change}" for change in ignored)
             raise ValueError(
                 f"{self.path}: all {start.step} steps are done, so these changes would have "
-                f"no effect:{listed}\n"
+                f"no effect:{listed(ignored)}\n"
                 "trainer.experiment_name=NAME trains with them in a folder of its own; "
                 "trainer.resume=off starts over here and sets this run aside; a larger "
                 "trainer.n_epochs or trainer.max_steps continues this run with them"
@@ -193,7 +192,9 @@ class RunFolder:
             if self.start.is_own:
                 self._set_aside_later_steps()
             else:
-                entries = [entry for name in OF_A_RUN for entry in sorted(self.path.glob(name))]
+                entries = []
+                for name in OF_A_RUN:
+                    entries += sorted(self.path.glob(name))
                 self._set_aside(entries, [], "the earlier run")
             self._write_run_files(num_steps)
             if checkpoint:
@@ -287,8 +288,8 @@ class RunFolder:
             "hashes": hash_states(
                 objects, {name: item.state_dict() for name, item in objects.items()}
             ),
-            **self._experiment_record(),
         }
+        record |= self._experiment_record()
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
         self.checkpoints.save(step, objects, texts)
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that the numbers depend on."""
     installed = {"python": platform.python_version()}
-    for name in ("rl2", "torch", "transformers", "sglang", *VLLM_PACKAGES):
+    for name in ("rl2", "torch", "transformers", "sglang") + VLLM_PACKAGES:
         release = installed_version(name)
         if release is not None:  # an engine may be absent, and rl2 in a plain checkout
             installed[name] = release
@@ -31,10 +31,11 @@ def describe_commit() -> str | None:
     checkout = PACKAGE.parent
     if not (checkout / ".git").exists():
         return None
-    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
-    command = ["git", "-C", str(checkout), *describe]
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        run = subprocess.run(
+            command, cwd=checkout, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()

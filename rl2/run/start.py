@@ -5,6 +5,7 @@ A run resumes only if it is the experiment of that checkpoint, by its config and
 
 import hashlib
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -34,7 +35,8 @@ OF_MODELS = """
 model_name lora_rank lora_alpha lora_targets adapter quantize_base freeze_router
 router_aux_loss_coef optimizer
 """.split()
-EXPERIMENT += [f"{model}.{name}" for model in ("actor", "critic") for name in OF_MODELS]
+for _name in OF_MODELS:
+    EXPERIMENT += [f"actor.{_name}", f"critic.{_name}"]
 LENGTH = ("trainer.n_epochs", "trainer.max_steps")  # how far a run goes
 
 Changes = dict[str, str]  # since an earlier run: key -> its old and new value, in words
@@ -164,22 +166,27 @@ def _compare(
     saved_config = _read_object(folder, "config.yaml")
     if "identity" not in record or not saved_config:
         return True, {}
-    before = RunIdentity(config=dict(flatten(saved_config)), **record["identity"])
+    saved = record["identity"]
+    before = RunIdentity(saved["trainer"], dict(flatten(saved_config)), saved["contents"])
     experiment, others = find_changes(before, identity)
     resume = config.trainer.resume
     if experiment and resume.partition(":")[0] != "force":
-        listed = "".join(f"\n  - {change}" for change in experiment.values())
         forced = "force" if resume == "auto" else f"force:{resume}"
         raise ValueError(
-            f"{folder} is of another experiment:{listed}\n"
+            f"{folder} is of another experiment:{listed(experiment.values())}\n"
             "trainer.experiment_name=NAME gives this run a folder of its own; "
             "trainer.resume=off starts over here and sets the old run aside; "
             f"trainer.resume={forced} resumes regardless"
         )
     changes = experiment | others
     if changes:
-        print(f"changed since {folder}:", *changes.values(), sep="\n  ")
+        print(f"changed since {folder}:{listed(changes.values())}")
     return DATA not in experiment, changes
+
+
+def listed(changes: Iterable[str]) -> str:
+    """The changes as lines that follow a text."""
+    return "".join(f"\n  - {change}" for change in changes)
 
 
 def read_record(folder: Path) -> Record:
@@ -222,15 +229,21 @@ def _find_files(key: str, value: object) -> list[Path]:
     They are named as FILE or FILE:FUNCTION, ready-made environments by their bare name.
     """
     if isinstance(value, dict):
-        return [file for name in sorted(value) for file in _find_files(key, value[name])]
+        files = []
+        for name in sorted(value):
+            files += _find_files(key, value[name])
+        return files
     if not isinstance(value, str):
         return []
     if key == "rollout.env_path":
         with suppress(ValueError):
             return [find_env_file(value)]
     # Of os.path, since a text such as a system prompt may be no path at all, where pathlib raises.
-    paths = [os.path.expanduser(text) for text in (value, value.rpartition(":")[0])]
-    return [Path(path) for path in paths if os.path.isfile(path)][:1]
+    for text in (value, value.rpartition(":")[0]):
+        path = os.path.expanduser(text)
+        if os.path.isfile(path):
+            return [Path(path)]
+    return []
 
 
 def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Changes]:

@@ -75,14 +75,11 @@ def _sum_over_processes(names: Iterable[str], totals: list[Tensor]) -> dict[str,
 def _is_copy(parameter: Any, mesh: Mesh) -> bool:
     """Whether an earlier process holds the same shard, and counts it."""
     axes = parameter.device_mesh
-    copies = [
-        index
-        for index, placement in zip(axes.get_coordinate(), parameter.placements, strict=True)
-        if placement.is_replicate()
-    ]
-    if mesh.tp is not None and axes.ndim == mesh.fsdp.ndim:  # each of tp has the whole of it
-        copies.append(mesh.tp.get_local_rank())
-    return any(copies)
+    for index, placement in zip(axes.get_coordinate(), parameter.placements, strict=True):
+        if placement.is_replicate() and index > 0:
+            return True
+    is_cut_by_tp = axes.ndim > mesh.fsdp.ndim
+    return mesh.tp is not None and not is_cut_by_tp and mesh.tp.get_local_rank() > 0
 
 
 def _number_of(name: str) -> int:
