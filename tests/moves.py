@@ -71,7 +71,7 @@ def move(device, name, folder, mode):
         checkpoints.save(1, workers, {"config.yaml": "config"})
         exported = export_all(workers, name, folder)
     else:
-        checkpoints.load(checkpoints.path(1), workers, saved_by=2)
+        checkpoints.load(checkpoints.path(1), workers, saved_by=2, hashes={})
     hashes = hash_weights(workers)
     states = {role: worker.state_dict() for role, worker in workers.items()}
     state_hashes = hash_states(workers, states)

@@ -58,17 +58,14 @@ def learns_full_kl_only(config: PPOConfig) -> bool:
     return has_full_kl(config) and config.adv.estimator == "distillation"
 
 
-def trains_new_rollouts(config: PPOConfig) -> bool:
-    """Whether a run of PPO samples the answers that it trains on."""
-    return not (config.trainer.eval_only or config.trainer.rollouts_from)
-
-
 def count_samplers(config: Config) -> int:
     """The processes of the job that sample and do not train: rollout.num_processes of PPO.
 
     Where nothing is trained, or nothing sampled, no processes are set apart.
     """
-    if not isinstance(config, PPOConfig) or not trains_new_rollouts(config):
+    if not isinstance(config, PPOConfig):
+        return 0
+    if config.trainer.eval_only or config.trainer.rollouts_from:
         return 0
     return config.rollout.num_processes
 

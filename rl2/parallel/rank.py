@@ -9,11 +9,6 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def is_first_of_node() -> bool:
-    """Whether this is the first process of its machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def print_once(sentences: Iterable[str]) -> None:
     """The first process prints the sentences, one a line."""
     for sentence in sentences if is_first_rank() else []:

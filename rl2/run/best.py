@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -27,23 +26,18 @@ class Best:
         An equal or undefined value is not better. ValueError if the metric is not among those of
         the test rows.
         """
-        if not self._names(metrics):
+        pattern = re.escape(self.metric).replace(re.escape(EVERY_SET), r"\w+")
+        values = [metrics[name] for name in metrics if re.fullmatch(pattern, name)]
+        if not values:
             names = ", ".join(name.removeprefix("test/") for name in metrics)
             raise ValueError(
                 f"trainer.save_best={self.metric.removeprefix('test/')}: the test rows have no "
                 f"such metric; choose auto, or one of {names}"
             )
-        value = fmean(metrics[name] for name in self._names(metrics))
+        value = fmean(values)
         if step == 0 or not math.isfinite(value) or not self._is_below(value):
             return self
         return Best(self.metric, step, value)
-
-    def _names(self, metrics: Iterable[str]) -> list[str]:
-        """The metrics whose mean is the value."""
-        if EVERY_SET not in self.metric:
-            return [self.metric] if self.metric in metrics else []
-        pattern = re.escape(self.metric).replace(re.escape(EVERY_SET), r"\w+")
-        return [name for name in metrics if re.fullmatch(pattern, name)]
 
     def _is_below(self, value: float) -> bool:
         """Returns whether the best so far is worse than `value`."""

@@ -97,7 +97,7 @@ class Checkpoints:
         path: Path,
         objects: dict[str, Stateful],
         saved_by: int,
-        hashes: dict[str, str] | None = None,
+        hashes: dict[str, str],
     ) -> None:
         """Restores all objects from a step_N folder, and the random states.
 
@@ -119,7 +119,7 @@ class Checkpoints:
                 raise RuntimeError(explain_damage(path, f"this run has no {key}"))
         skipped = {key.partition(".")[0] for key in unread}
         for name, loaded in hash_states(objects, states).items():
-            expected = (hashes or {}).get(name, loaded)
+            expected = hashes.get(name, loaded)
             if loaded != expected and name not in skipped:
                 reason = f"its {name} has the hash {loaded} and was saved with {expected}"
                 raise RuntimeError(explain_damage(path, reason))

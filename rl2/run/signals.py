@@ -23,7 +23,7 @@ from rl2 import cleanup
 from rl2.error_report import report_error, report_to_torchrun
 from rl2.output import outlive_readers
 from rl2.parallel.mesh import any_rank
-from rl2.parallel.rank import is_first_of_node, is_first_rank
+from rl2.parallel.rank import is_first_rank
 from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent
@@ -100,7 +100,7 @@ def end_with_launcher() -> None:
 
 def _print_once_a_node(text: str) -> None:
     """Prints from a signal handler, which may have interrupted a print that holds a lock."""
-    if not is_first_of_node():
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if isinstance(sys.stderr, io.TextIOWrapper):
         with suppress(OSError):
