@@ -52,7 +52,7 @@ def train_inside(root: type, inputs: Inputs, start: Callable[[Any], None]) -> Pa
                 "own: call torch.distributed.destroy_process_group() first"
             )
         with _paused_event_loop(), _own_process():
-            config = make_config(root, take_keys(root, inputs.values, Arguments()))
+            config: Any = make_config(root, take_keys(root, inputs.values, Arguments()))
             inputs.write(Path(config.trainer.save_dir))
             _start(start, config)
             return Path(config.trainer.save_dir).absolute()

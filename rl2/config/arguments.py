@@ -37,7 +37,7 @@ READ_HERE = ("overrides", "config_dir", "config_name")  # Hydra answers the othe
 class Arguments:
     """What a command or a call of rl2.train sets."""
 
-    keys: dict[str, Any] = field(default_factory=dict)  # dotted: of a file, or of Python
+    keys: dict[str, object] = field(default_factory=dict)  # dotted: of a file, or of Python
     words: list[str] = field(default_factory=list)  # KEY=VALUE in Hydra's grammar
     folder: str = ""  # where Hydra finds the files that `defaults` name; "" for nowhere else
     options: list[str] = field(default_factory=list)  # that Hydra answers itself, as --cfg job
@@ -116,7 +116,7 @@ def take_word(root: type, word: str, arguments: Arguments) -> None:
 
 
 def take_keys(
-    root: type, values: dict[str, Any], arguments: Arguments, source: str = ""
+    root: type, values: dict[str, object], arguments: Arguments, source: str = ""
 ) -> Arguments:
     """Adds dotted keys to the arguments, and what is wrong with them.
 

@@ -1,9 +1,12 @@
 """What a config means: which models, losses and rows its run has."""
 
 from enum import Enum, auto
-from typing import Any
 
-from rl2.algorithms.find import CHOICES
+from rl2.algorithms.find import (
+    ESTIMATOR_CHOICES,
+    POLICY_LOSS_CHOICES,
+    PREFERENCE_LOSS_CHOICES,
+)
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_names
@@ -13,14 +16,9 @@ from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_nam
 LORA_LR_FACTOR = 10
 
 
-def _declared(key: str, name: str) -> Any:
-    """The declaration of the function that a key names."""
-    return CHOICES[key].look_up(name)
-
-
 def estimator_needs(estimator: str) -> tuple[str, ...]:
     """What the estimator needs."""
-    return tuple(_declared("adv.estimator", estimator).needs)
+    return ESTIMATOR_CHOICES.look_up(estimator).needs
 
 
 def needs_critic(estimator: str) -> bool:
@@ -30,12 +28,12 @@ def needs_critic(estimator: str) -> bool:
 
 def corrects_mismatch(loss: str) -> bool:
     """Whether the policy loss takes its ratio to the engine's probabilities."""
-    return bool(_declared("actor.loss", loss).corrects_mismatch)
+    return POLICY_LOSS_CHOICES.look_up(loss).corrects_mismatch
 
 
 def policy_loss_needs(loss: str) -> tuple[str, ...]:
     """What the policy loss needs."""
-    return tuple(_declared("actor.loss", loss).needs)
+    return POLICY_LOSS_CHOICES.look_up(loss).needs
 
 
 def has_teacher(config: PPOConfig) -> bool:
@@ -89,12 +87,12 @@ def compares_pairs(config: Config) -> bool:
     """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
     if not isinstance(config, DPOConfig):
         return isinstance(config, RMConfig)
-    return bool(_declared("dpo.loss", config.dpo.loss).in_pairs)
+    return PREFERENCE_LOSS_CHOICES.look_up(config.dpo.loss).in_pairs
 
 
 def needs_reference_point(loss: str) -> bool:
     """Whether the preference loss compares with an estimate of KL(policy || reference)."""
-    return "reference_point" in _declared("dpo.loss", loss).needs
+    return "reference_point" in PREFERENCE_LOSS_CHOICES.look_up(loss).needs
 
 
 def adapter_obstacle(config: PPOConfig) -> str | None:
@@ -192,7 +190,7 @@ def derive_keys(config: Config, set_keys: set[str]) -> None:
             worker.lr = round(LORA_LR_FACTOR * worker.lr, 12)
     if isinstance(config, PPOConfig):
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
-        is_read = "norm_var" in CHOICES["adv.estimator"].look_up(config.adv.estimator).settings
+        is_read = "norm_var" in ESTIMATOR_CHOICES.look_up(config.adv.estimator).settings
         if is_read and config.adv.norm_var is None:
             config.adv.norm_var = config.adv.estimator == "gae"
         if config.actor.correction is None:

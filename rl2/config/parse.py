@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -27,6 +27,7 @@ from rl2.config.problem import Problem, describe, refuse
 from rl2.config.rules import validate
 from rl2.parallel.rank import is_first_rank
 
+Root = TypeVar("Root")  # the class of a config
 PRIMARY = "arguments"  # the name of the config that Hydra begins with
 # A run has one folder, that of rl2; and its own output.
 QUIET = [
@@ -38,7 +39,7 @@ QUIET = [
 ]
 
 
-def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
+def parse(root: type[Root], argv: list[str], elsewhere: Collection[str] = ()) -> Root:
     """Returns the config that the arguments ask for, an instance of `root`.
 
     `root` is the config class of a trainer or a subclass of one, and has the checks of that one.
@@ -56,15 +57,17 @@ def parse(root: type, argv: list[str], elsewhere: Collection[str] = ()) -> Any:
     return accept(root, arguments, elsewhere)
 
 
-def accept(root: type, arguments: Arguments, elsewhere: Collection[str] = ()) -> Any:
+def accept(root: type[Root], arguments: Arguments, elsewhere: Collection[str] = ()) -> Root:
     """What `parse` does, for arguments that have been read."""
     config, problems = compose(root, arguments, elsewhere)
-    if problems:
+    if problems or config is None:
         refuse(problems)
     return config
 
 
-def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None]) -> NoReturn:
+def let_hydra_answer(
+    root: type[Root], arguments: Arguments, run: Callable[[Root], None]
+) -> NoReturn:
     """Lets Hydra answer the options --cfg, --info and --multirun, and ends the program.
 
     `run(config)` runs a job of --multirun, whose run folder is trainer.save_dir/NUMBER. What is
@@ -90,10 +93,10 @@ def let_hydra_answer(root: type, arguments: Arguments, run: Callable[[Any], None
     sys.exit()
 
 
-def make_config(root: type, arguments: Arguments) -> Any:
+def make_config(root: type[Root], arguments: Arguments) -> Root:
     """What `parse` does, for arguments that Python code gives. ValueError lists the problems."""
     config, problems = compose(root, arguments)
-    if problems:
+    if problems or config is None:
         raise ValueError(describe(problems))
     return config
 
@@ -115,11 +118,12 @@ def store_config(root: type, arguments: Arguments) -> None:
     defaults: list[object] = [store_schema(root)]
     if has_presets(schema_keys(root)):
         defaults.append({KEY: keys.pop(KEY, None) or NONE})
-    defaults += keys.pop("defaults", ["_self_"])
+    of_file: Any = keys.pop("defaults", ["_self_"])
+    defaults += of_file
     ConfigStore.instance().store(PRIMARY, nested({"defaults": defaults} | keys))
 
 
-def nested(values: dict[str, Any]) -> DictConfig:
+def nested(values: dict[str, object]) -> DictConfig:
     """The config of dotted keys. An entry of a map replaces a plain value."""
     tree = OmegaConf.create()
     for name, value in values.items():
@@ -128,8 +132,8 @@ def nested(values: dict[str, Any]) -> DictConfig:
 
 
 def compose(
-    root: type, arguments: Arguments, elsewhere: Collection[str] = ()
-) -> tuple[Any, list[Problem]]:
+    root: type[Root], arguments: Arguments, elsewhere: Collection[str] = ()
+) -> tuple[Root | None, list[Problem]]:
     """Lets Hydra compose a config of the class `root`. Returns it with its problems.
 
     The config is None if the arguments have problems, or Hydra does not take them: then there is no

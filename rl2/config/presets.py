@@ -7,7 +7,6 @@ run folder has the keys that it sets. A key that is written beside it wins, what
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,9 +18,9 @@ NONE = "none"
 
 
 @cache
-def load_presets() -> dict[str, dict[str, Any]]:
+def load_presets() -> dict[str, dict[str, object]]:
     """Reads the keys of each preset, by its name."""
-    presets: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    presets: dict[str, dict[str, object]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return presets
 
 

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -233,7 +232,7 @@ def is_met(config: Config, need: str) -> bool:
     return value == wanted if equals else bool(value) and value != default_value(config, name)
 
 
-def default_value(config: Config, name: str) -> Any:
+def default_value(config: Config, name: str) -> object:
     """The value that a key of the config has if it is not set."""
     key = schema_keys(type(config))[name]
     return get_value(config, key.leader) if key.leader else key.default

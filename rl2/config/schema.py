@@ -607,7 +607,7 @@ class RMConfig:
 OfflineConfig = SFTConfig | DPOConfig | RMConfig
 Config = PPOConfig | OfflineConfig
 # The config class of each trainer, by its name on the command line.
-TRAINER_CONFIGS: dict[str, type] = {
+TRAINER_CONFIGS: dict[str, type[Config]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,

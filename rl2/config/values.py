@@ -26,7 +26,7 @@ def get_value(config: object, name: str) -> Any:
     return config
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted key, value) of every key in nested dicts."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
