@@ -7,7 +7,6 @@ speed.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +48,27 @@ def _pin(block: Tensor) -> None:
     unpin.atexit = False  # CUDA may have ended before
 
 
-def local_shard(parameter: Any) -> Tensor:
+def _sharded(parameter: Tensor) -> DTensor:
+    """The parameter: every one of a model is sharded."""
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def local_shard(parameter: Tensor) -> Tensor:
     """This process's part of a sharded parameter: the tensor itself, not a view as to_local gives.
 
     (A view would give an empty storage its size back in a memory plan.)
     """
-    return parameter._local_tensor
+    return _sharded(parameter)._local_tensor
 
 
-def as_sharded(shard: Tensor, parameter: Any, width: int | None = None) -> DTensor:
+def as_sharded(shard: Tensor, parameter: Tensor, width: int | None = None) -> DTensor:
     """The DTensor with `shard` as its part on this process, cut as `parameter` is.
 
     Its last dimension is `width`, by default that of `parameter`. `shard` may be in host memory:
     DTensor.from_local would move it to the device.
     """
-    spec = parameter._spec
+    spec = _sharded(parameter)._spec
     if width is not None:
         like = shard.new_empty((*parameter.shape[:-1], width), device="meta")
         meta = TensorMeta(like.shape, like.stride(), like.dtype)
@@ -79,7 +84,7 @@ class WeightMemory:
     """
 
     def __init__(self, model: nn.Module, in_host_memory: bool):
-        self.host_shards: dict[Any, Tensor] = {}  # by parameter; empty if all stay on the device
+        self.host_shards: dict[Tensor, Tensor] = {}  # by parameter; empty if all stay on the device
         self.storage_bytes: list[int] = []
         if in_host_memory:
             parameters = list(model.parameters())
@@ -101,27 +106,27 @@ class WeightMemory:
         yield
         self._leave_device([p for p in self.host_shards if changes and p.requires_grad])
 
-    def _leave_device(self, changed: Sequence[Any]) -> None:
+    def _leave_device(self, changed: Sequence[Tensor]) -> None:
         for parameter in changed:
             self.host_shards[parameter].copy_(local_shard(parameter), non_blocking=True)
         for parameter in self.host_shards:
             local_shard(parameter).untyped_storage().resize_(0)
 
-    def read(self, parameter: Any) -> DTensor:
+    def read(self, parameter: Tensor) -> DTensor:
         """The parameter, detached and on the device.
 
         If it is in host memory, this is a copy: the caller drops it to free its memory.
         """
         if parameter not in self.host_shards:
-            return parameter.detach()
+            return _sharded(parameter.detach())
         copy = torch.empty_like(local_shard(parameter))
         copy.copy_(self.host_shards[parameter], non_blocking=True)
         return as_sharded(copy, parameter)
 
-    def state(self, parameter: Any) -> DTensor:
+    def state(self, parameter: Tensor) -> DTensor:
         """The parameter, detached, where its values are between passes: what a checkpoint holds."""
         if parameter not in self.host_shards:
-            return parameter.detach()
+            return _sharded(parameter.detach())
         wait_for_copies(parameter.device)
         return as_sharded(self.host_shards[parameter], parameter)
 

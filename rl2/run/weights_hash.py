@@ -72,11 +72,11 @@ def _sum_over_processes(names: Iterable[str], totals: list[Tensor]) -> dict[str,
     return {name: f"{total % 2**64:016x}" for name, total in zip(names, sums, strict=True)}
 
 
-def _is_copy(parameter: Any, mesh: Mesh) -> bool:
+def _is_copy(parameter: DTensor, mesh: Mesh) -> bool:
     """Whether an earlier process holds the same shard, and counts it."""
     axes = parameter.device_mesh
-    for index, placement in zip(axes.get_coordinate(), parameter.placements, strict=True):
-        if placement.is_replicate() and index > 0:
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate() and axes.get_local_rank(dim) > 0:
             return True
     is_cut_by_tp = axes.ndim > mesh.fsdp.ndim
     return mesh.tp is not None and not is_cut_by_tp and mesh.tp.get_local_rank() > 0
@@ -87,7 +87,7 @@ def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True) | 1
 
 
-def _sum_shard(parameter: Any) -> Tensor:
+def _sum_shard(parameter: DTensor) -> Tensor:
     """The scalar sum of our shard's words, each times the numbers of its position."""
     words = local_shard(parameter)
     words = words.view(WORDS[words.itemsize])
