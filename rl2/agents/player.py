@@ -55,13 +55,13 @@ class AgentPlayer(Player):
         is_cut = False
         if isinstance(result, dict):
             add_parts(trajectory.rewards, result)
-        elif isinstance(result, EnvError) and session.is_cut and env.judges:
+        elif isinstance(result, EnvError) and session.is_cut and env.spec.judges:
             is_cut = True  # a limit of rl2 has ended the agent, and reward_fn judges its messages
         else:
             raise _without_secrets(result, session, address) from None
         if not last_turn:
             raise EnvError(_describe_silence(env, address))
-        if not (trajectory.rewards or env.judges):
+        if not (trajectory.rewards or env.spec.judges):
             text = "returned no reward, and the env file has no reward_fn"
             raise EnvError(f"{env.spec.agent} {text}")
         return last_turn | {"finish_reason": "length"} if is_cut else last_turn

@@ -55,7 +55,6 @@ class Env:
         self.path = path
         self.has_object = spec.make_env is not None
         self.tools = spec.tool_schemas
-        self.judges = spec.judges
         self.asked = spec.parameters()
         self.keeps_state = spec.keeps_state
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.

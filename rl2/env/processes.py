@@ -23,9 +23,7 @@ from rl2.env.threads import LoopThread
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
-# How often to look whether a killed process has ended. It may hang, as on a lost disk.
-ENDING_LOOKS = 1000
-LOOK_SECONDS = 0.01
+ENDING_SECONDS = 10.0  # to wait for a killed process, which may hang, as on a lost disk
 
 
 class EnvProcess:
@@ -72,15 +70,13 @@ class EnvProcess:
             answer += received
         return json.loads(answer)
 
-    async def end(self) -> str:
+    def end(self) -> str:
         """Kills the process and those that it has started. Returns how it ended."""
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
-        for _ in range(ENDING_LOOKS):
-            if self._process.poll() is not None:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
         status = self._process.returncode or 0
         if status < 0:
             return f"signal {-status} ({signal.strsignal(-status)})"
@@ -168,7 +164,7 @@ class ProcessPool:
         try:
             await self._ask(process, name, b"", IMPORT_SECONDS, f"{IMPORT_SECONDS:g} s")
         except EnvError:
-            await self._end(process)
+            self._end(process)
             raise
         process.has_imported = True
 
@@ -183,25 +179,25 @@ class ProcessPool:
             with expecting(seconds):
                 answer = await asyncio.wait_for(process.ask(request), seconds)
         except asyncio.CancelledError:
-            await self._end(process)
+            self._end(process)
             raise
         except TimeoutError:
-            await self._end(process)
+            self._end(process)
             raise LateError(f"{name} did not return within {limit}") from None
         except (OSError, ValueError):
-            how = await self._end(process)
-            raise EnvError(f"{name} ended its process: {how}") from None
+            raise EnvError(f"{name} ended its process: {self._end(process)}") from None
         if "reason" in answer:
             raise EnvError(answer["reason"], answer["kind"])
         return answer["value"]
 
-    async def _end(self, process: EnvProcess) -> str:
+    def _end(self, process: EnvProcess) -> str:
         """Ends a process. Returns how it ended."""
         if process not in self._processes:
             return ""
         self._processes.remove(process)
         self._lost |= process.keys
-        return await process.end()
+        return process.end()
 
     async def _end_all(self) -> None:
-        await asyncio.gather(*map(self._end, list(self._processes)))
+        for process in list(self._processes):
+            self._end(process)
