@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from rl2.agents.form import (
     MODEL,
     ChatAnswer,
     ChatRequest,
+    JsonObject,
     check_fields,
     read_stop,
     to_call,
@@ -27,7 +27,7 @@ USED = (
 )
 
 
-def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+def read(body: JsonObject, params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
     choice = (body.get("tool_choice") or {}).get("type")
     check_fields(body | {"tool_choice": choice}, USED, params)
@@ -44,14 +44,14 @@ def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     )
 
 
-def _read_message(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _read_message(message: JsonObject) -> Iterator[JsonObject]:
     """Yields what a message is in chat templates, where each result of a tool is a message."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
+    texts: list[JsonObject] = []
+    calls: list[JsonObject] = []
     for block in content:
         if block["type"] == "tool_result":
             if texts:
@@ -69,12 +69,12 @@ def _read_message(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": _read_text(texts)}
 
 
-def _read_text(content: Any) -> str:
+def _read_text(content: str | list | None) -> str:
     """The text of a content: a text, or a list of blocks of text."""
     return join_parts(content) if isinstance(content, list) else content or ""
 
 
-def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _read_tool(tool: JsonObject) -> JsonObject:
     if tool.get("type") not in (None, "custom"):
         raise ValueError(f"a tool of type {tool['type']!r} is not supported, only 'custom'")
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
@@ -83,9 +83,9 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def write(answer: ChatAnswer) -> dict[str, Any]:
+def write(answer: ChatAnswer) -> JsonObject:
     """Returns the answer as an object of the type `message`: a block of text, then the calls."""
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     if answer.text.strip() or not answer.calls:
         content.append({"type": "text", "text": answer.text})
     for call in answer.calls:
@@ -115,7 +115,7 @@ def write(answer: ChatAnswer) -> dict[str, Any]:
     }
 
 
-def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+def stream(response: JsonObject) -> Iterator[JsonObject | str]:
     """Yields the events of the blocks, between those of the beginning and the end."""
     usage = response["usage"]
     begun = response | {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -135,6 +135,6 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     yield {"type": "message_stop"}
 
 
-def write_error(reason: str) -> dict[str, Any]:
+def write_error(reason: str) -> JsonObject:
     """Returns an error as the protocol has it. Clients go by its status of HTTP."""
     return {"type": "error", "error": {"type": "invalid_request_error", "message": reason}}

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from rl2.agents.form import (
     MODEL,
     ChatAnswer,
     ChatRequest,
+    JsonObject,
     check_fields,
     read_stop,
     to_call,
@@ -20,7 +20,7 @@ USED = ("model", "messages", "tools", "stop", "stream", "stream_options", *LIMIT
 MESSAGE_FIELDS = ("role", "name", "tool_call_id", "content", "tool_calls")
 
 
-def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+def read(body: JsonObject, params: SamplingParams) -> ChatRequest:
     """Returns what a request asks for."""
     messages = [read_message(message) for message in body["messages"]]
     check_messages(messages)
@@ -34,7 +34,7 @@ def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
     )
 
 
-def _read_message(message: dict[str, Any]) -> dict[str, Any]:
+def _read_message(message: JsonObject) -> JsonObject:
     plain = {name: message[name] for name in MESSAGE_FIELDS if message.get(name)}
     plain.setdefault("content", "")
     if calls := plain.get("tool_calls"):
@@ -45,9 +45,9 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def write(answer: ChatAnswer) -> dict[str, Any]:
+def write(answer: ChatAnswer) -> JsonObject:
     """Returns the answer as an object of the type `chat.completion`."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    message: JsonObject = {"role": "assistant", "content": answer.text}
     reason = "length" if answer.is_cut else "stop"
     if answer.calls:
         reason = "tool_calls"
@@ -68,7 +68,7 @@ def write(answer: ChatAnswer) -> dict[str, Any]:
     }
 
 
-def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+def stream(response: JsonObject) -> Iterator[JsonObject | str]:
     """Yields two chunks: the whole message, then how it ended with the usage."""
     head = {name: response[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
@@ -82,7 +82,7 @@ def stream(response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     yield "[DONE]"
 
 
-def write_error(reason: str) -> dict[str, Any]:
+def write_error(reason: str) -> JsonObject:
     """Returns an error as the protocol has it."""
     details = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
     return {"error": details}

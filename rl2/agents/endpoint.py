@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -22,6 +22,7 @@ from rl2.agents.form import (
     MODEL,
     ChatAnswer,
     ChatRequest,
+    JsonObject,
     RequestError,
     malformed_error,
     parse_body,
@@ -43,16 +44,16 @@ MODELS = {
 class Dialect(Protocol):
     """What a module of a protocol has. Its functions keep no state."""
 
-    def read(self, body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+    def read(self, body: JsonObject, params: SamplingParams) -> ChatRequest:
         """Returns what a request asks for. RequestError or one of MALFORMED if rl2 cannot do it."""
 
-    def write(self, answer: ChatAnswer) -> dict[str, Any]:
+    def write(self, answer: ChatAnswer) -> JsonObject:
         """Returns the answer as one JSON object."""
 
-    def stream(self, response: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    def stream(self, response: JsonObject) -> Iterator[JsonObject | str]:
         """Yields the data of the events in which a stream has the object that `write` returned."""
 
-    def write_error(self, reason: str) -> dict[str, Any]:
+    def write_error(self, reason: str) -> JsonObject:
         """Returns the JSON object of an error."""
 
 
@@ -199,7 +200,7 @@ def _reachable_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _encode_event(event: dict[str, Any] | str) -> str:
+def _encode_event(event: JsonObject | str) -> str:
     """An event of a stream. In the protocols that name events, the data has the name too."""
     if isinstance(event, str):
         return f"data: {event}\n\n"

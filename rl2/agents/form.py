@@ -6,7 +6,7 @@ those of chat completions, and the arguments of calls are objects.
 
 import json
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.env.results import MAX_NESTING, check_nesting
 
+JsonObject = dict[str, Any]  # as protocols and chat templates have it
 MODEL = "rl2"  # the name of the policy
 # Of a request whose fields have other types than the protocol says, and of the chat template.
 MALFORMED = (EnvError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 # Fields that would give the answer another form, and the one value that they may have.
-FIXED: dict[str, Any] = {
+FIXED: dict[str, object] = {
     "n": 1,
     "logprobs": False,
     "response_format": {"type": "text"},
@@ -43,8 +44,8 @@ class RequestError(Exception):
 class ChatRequest:
     """A request for the next message of a conversation."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[JsonObject]
+    tools: list[JsonObject] | None = None
     max_tokens: int | None = None  # the run's own limit holds too
     stop: tuple[str, ...] = ()  # texts that end the answer and are hidden from the agent
 
@@ -65,7 +66,7 @@ class Call:
 
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ class ChatAnswer:
     num_prompt: int  # tokens
     num_sampled: int  # tokens
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """Returns it as a message of the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        message: JsonObject = {"role": "assistant", "content": self.text}
         if self.calls:
             calls = [to_call(call.id, call.name, call.arguments) for call in self.calls]
             message["tool_calls"] = calls
         return message
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> JsonObject:
     """Returns the JSON object of a request. One of MALFORMED if it is none."""
     request = json.loads(body)
     json.dumps(request, ensure_ascii=False).encode()  # lone surrogates are no text
@@ -99,7 +100,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return request
 
 
-def check_fields(body: dict[str, Any], used: Collection[str], params: SamplingParams) -> None:
+def check_fields(body: JsonObject, used: Collection[str], params: SamplingParams) -> None:
     """Refuses a model that there is not, and fields that ask for an answer of another form.
 
     `used` are the fields that have an effect. Any other field is ignored with a warning, unless it
@@ -117,7 +118,7 @@ def check_fields(body: dict[str, Any], used: Collection[str], params: SamplingPa
         warnings.warn(text, stacklevel=1)  # Python shows a text once
 
 
-def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
+def read_stop(stop: str | Sequence[str] | None, params: SamplingParams) -> tuple[str, ...]:
     """Returns the texts that end an answer. ValueError for one that does not end turns of the run.
 
     The engine stops at the same texts in all turns.
@@ -131,7 +132,7 @@ def read_stop(stop: Any, params: SamplingParams) -> tuple[str, ...]:
     return stops
 
 
-def to_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
+def to_call(call_id: str | None, name: str, arguments: object) -> JsonObject:
     """Returns a call as messages of the assistant have it."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call_id, **call} if call_id else call

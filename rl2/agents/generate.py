@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl2.agents.form import ChatRequest, read_stop
+from rl2.agents.form import ChatRequest, JsonObject, read_stop
 from rl2.agents.session import AgentSession, Conversation
 from rl2.engine.base import SamplingParams, check_request
 from rl2.rollout.trajectory import append_tokens, begin_sample
@@ -51,7 +51,7 @@ def make_generate(
     async def generate(
         prompt: Sequence[Any],
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[JsonObject] | None = None,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Reply:
@@ -81,7 +81,7 @@ def make_generate(
 async def _generate(
     session: AgentSession,
     prompt: list[Any],
-    tools: list[dict[str, Any]] | None,
+    tools: list[JsonObject] | None,
     params: SamplingParams,
 ) -> Reply:
     """Samples a reply, on the loop of the engine."""

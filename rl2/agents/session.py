@@ -9,13 +9,13 @@ import secrets
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
 from rl2.agents.form import (
     MALFORMED,
     Call,
     ChatAnswer,
     ChatRequest,
+    JsonObject,
     RequestError,
     malformed_error,
 )
@@ -220,6 +220,6 @@ class AgentSession:
         return last_turn
 
 
-def _to_known(message: dict[str, Any]) -> dict[str, Any]:
+def _to_known(message: JsonObject) -> JsonObject:
     """A message for comparison: clients may strip what they send back."""
     return message | {"content": (message.get("content") or "").strip()}

@@ -89,7 +89,7 @@ class Env:
         return [*before, last | {"content": last["content"] + text}]
 
     async def answer(
-        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}
+        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, object] = {}
     ) -> Turn:
         """The answer of `step` or `interact` to the last turn; without them, an empty one."""
         name, function = "interact", self.spec.interact
@@ -115,7 +115,9 @@ class Env:
             messages.append(message | {"tool_call_id": call_id})
         return Turn(to_messages("the tools", messages))
 
-    async def run_agent(self, row: dict, key: Key, inputs: Mapping[str, Any]) -> dict[str, float]:
+    async def run_agent(
+        self, row: dict, key: Key, inputs: Mapping[str, object]
+    ) -> dict[str, float]:
         """The reward parts that `run` or `play` returns, or none.
 
         `inputs` are what it asks the model with: an address or a function.
@@ -126,7 +128,7 @@ class Env:
         return await self._call(name, function, row["messages"], available, key, {})
 
     async def score(
-        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, Any] = {}
+        self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, object] = {}
     ) -> dict[str, float]:
         """Returns the reward parts of a conversation, by name. The reward is their sum.
 
@@ -199,7 +201,7 @@ class Env:
         messages: list[dict],
         row: dict,
         key: Key,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
     ) -> Any:
         """Returns the checked result of a function, with the arguments that it asks for."""
         missing = [column for column in required_columns(function) if column not in row]

@@ -51,7 +51,7 @@ class ToolCall:
     is_unreadable: bool = False  # which the error says
 
 
-def to_call(name: Any, arguments: Any) -> ToolCall:
+def to_call(name: object, arguments: object) -> ToolCall:
     """Returns the call, with its arguments as plain JSON by name.
 
     ValueError, TypeError or RecursionError if they are something else.
@@ -66,9 +66,9 @@ def to_call(name: Any, arguments: Any) -> ToolCall:
     text = json.dumps([name, arguments or {}], ensure_ascii=False, allow_nan=False)
     # Escapes may write halves of characters. Whole ones are joined, others replaced.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    name, arguments = json.loads(text)
-    check_nesting(arguments, MAX_NESTING)
-    return ToolCall(name, arguments)
+    plain_name, plain_arguments = json.loads(text)
+    check_nesting(plain_arguments, MAX_NESTING)
+    return ToolCall(plain_name, plain_arguments)
 
 
 def read_json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:

@@ -36,7 +36,7 @@ def serve(descriptor: int, path: str) -> None:
         open(descriptor, "rb") as calls,
         open(descriptor, "wb", closefd=False) as answers,
     ):
-        answer: dict[str, Any] = {"value": None}
+        answer: dict[str, object] = {"value": None}
         sessions = Sessions({})
         try:
             sessions = Sessions(vars(import_env_file(path)))
@@ -48,7 +48,7 @@ def serve(descriptor: int, path: str) -> None:
             answer = _answer(sessions, *pickle.load(calls))
 
 
-def _answer(sessions: Sessions, name: str, key: Hashable, arguments: bytes) -> dict[str, Any]:
+def _answer(sessions: Sessions, name: str, key: Hashable, arguments: bytes) -> dict[str, object]:
     try:
         with raising_env_error(name), sessions.open(name, key) as function:
             result = function(**pickle.loads(arguments))

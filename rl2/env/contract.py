@@ -17,7 +17,6 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 PLACEHOLDER_KEY = "rl2"  # its value if the user has set none
@@ -145,8 +144,8 @@ def required_columns(function: Callable) -> list[str]:
 
 
 def select_arguments(
-    function: Callable, messages: list[dict], row: dict, inputs: Mapping[str, Any]
-) -> dict[str, Any]:
+    function: Callable, messages: list[dict], row: dict, inputs: Mapping[str, object]
+) -> dict[str, object]:
     """Returns the arguments that `function` asks for, by name.
 
     `messages` is always the conversation, even if the row has a column with that name. Other

@@ -92,7 +92,7 @@ def _to_group(name: str, result: object) -> list[dict[str, float]]:
     return [_to_reward_parts(name, reward) for reward in result]
 
 
-def _to_turn(name: str, result: object) -> dict[str, Any]:
+def _to_turn(name: str, result: object) -> dict[str, object]:
     """Returns what `interact` or `step` returned, as the fields of a Turn."""
     if isinstance(result, tuple):  # of Gymnasium, or its elder with one flag
         observation, reward, *flags = result

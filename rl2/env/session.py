@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from rl2.env.contract import METHOD
 
@@ -19,13 +18,13 @@ CLOSE = METHOD + "close"  # the last call of a trajectory, also without this met
 class Session:
     """The object of a trajectory, and the dict that its functions may ask for."""
 
-    environment: Any = None
+    environment: object = None
     state: dict = field(default_factory=dict)
 
     def make(self, make_env: Callable) -> None:
         self.environment = make_env()
 
-    def bind(self, functions: Mapping[str, Any], name: str) -> Callable:
+    def bind(self, functions: Mapping[str, Callable], name: str) -> Callable:
         """Returns the function of the call `name`, with what it asks for of the session."""
         if name == "make_env":
             return partial(self.make, functions[name])
@@ -41,7 +40,7 @@ class Session:
 class Sessions:
     """The sessions of the trajectories, by key. `functions` are those of the env file, by name."""
 
-    def __init__(self, functions: Mapping[str, Any]):
+    def __init__(self, functions: Mapping[str, Callable]):
         self.functions = functions
         self._by_key: dict[Hashable, Session] = {}
 

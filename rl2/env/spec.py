@@ -116,7 +116,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     return spec
 
 
-def _function_with(functions: Mapping[str, Any], name: str, parameter: str) -> Callable | None:
+def _function_with(functions: Mapping[str, object], name: str, parameter: str) -> Callable | None:
     """The function of that name, unless it lacks the parameter and so has another purpose."""
     function = functions.get(name)
     if inspect.isfunction(function) and parameter in inspect.signature(function).parameters:

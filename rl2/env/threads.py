@@ -44,7 +44,7 @@ class CallEnded(BaseException):
 class CallThread(threading.Thread):
     """Runs a function. `result` is done when it has ended. It does not delay the process's exit."""
 
-    def __init__(self, name: str, function: Callable[[], Any]):
+    def __init__(self, name: str, function: Callable[[], object]):
         super().__init__(name=name, daemon=True)
         self.result: concurrent.futures.Future = concurrent.futures.Future()
         # The future cannot be cancelled from here on, so a late result is not an error.
@@ -70,7 +70,7 @@ class CallThread(threading.Thread):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
 
-def start_thread(name: str, function: Callable[[], Any]) -> CallThread:
+def start_thread(name: str, function: Callable[[], object]) -> CallThread:
     """Runs `function` in a new thread. EnvError if the machine has no room for one."""
     sys.setswitchinterval(SWITCH_SECONDS)
     thread = CallThread(name, function)
