@@ -7,7 +7,7 @@ import pytest
 
 from rl2.agents import anthropic_messages, chat_completions
 from rl2.agents.endpoint import DIALECTS
-from rl2.agents.form import Call, ChatAnswer
+from rl2.agents.form import MALFORMED, Call, ChatAnswer
 from rl2.engine.base import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), stop=("END",))
@@ -120,6 +120,11 @@ REFUSED = [
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format="),
     ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'"),
     ("chat/completions", {"messages": [USER, {"role": "assistant", "content": ""}]}, "assistant's"),
+    ("chat/completions", {"stop": ["END", "x"]}, "stop='x': add it to rollout.train_sampling"),
+    ("chat/completions", {"max_completion_tokens": 1.5}, "max_tokens=1.5, expected a whole number"),
+    ("chat/completions", {"messages": []}, "expected text or a list of messages, not empty"),
+    ("chat/completions", {"messages": [USER | {"tool_calls": [{"id": 1}]}]}, "'function'"),
+    ("chat/completions", {"tools": [{"function": {"name": ""}}]}, "expected text, not empty"),
     ("messages", {"stop_sequences": ["x"]}, "stop='x'"),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config="),
     ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
@@ -137,6 +142,6 @@ REFUSED = [
 def test_what_cannot_be_answered_is_refused_in_words(path, change, reason):
     body = {"model": "rl2", "max_tokens": 5, "messages": [USER]}
     assert DIALECTS[path].read(body, PARAMS).messages == [USER]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(MALFORMED) as caught:
         DIALECTS[path].read({**body, **change}, PARAMS)
     assert reason in str(caught.value)

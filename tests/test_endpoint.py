@@ -1,22 +1,19 @@
 """Agents from outside: `run` of an env file, and the OpenAI-compatible address that it gets."""
 
 import asyncio
-import os
 import textwrap
 import threading
 import warnings
 from dataclasses import replace
-from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
 from common import pack_rows
-from env_helpers import describe, load_text, make_agent, play, trained_text
+from env_helpers import describe, make_agent, play, trained_text
 from scripted import PARAMS, ScriptedEngine, make_row, process_group  # noqa: F401
 
 from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint
 from rl2.config.schema import RolloutConfig
-from rl2.env.load import preflight
 from rl2.ppo_inputs import read_envs
 from rl2.rollout.trajectory import begin_group
 
@@ -116,9 +113,10 @@ REFUSED = """
             send(base_url, b"{'a': 1}", **own),
             send(base_url, b"[1]", **own),
             send(base_url, b"[" * 100_000, **own),
+            send(base_url, {**good, "model": "gpt-4"}, **own),
+            send(base_url, {**good, "tools": [1]}, **own),
+            send(base_url, {**good, "messages": [user("\\udce9")]}, **own),
         ]
-        for change in CHANGES:
-            answers.append(send(base_url, {**good, **change}, **own))
         status, models = send(base_url, b"", "/models", "GET", **own)
         assert status == 200 and [m["id"] for m in models["data"]] == [model]
         for status, answer in answers:
@@ -127,29 +125,19 @@ REFUSED = """
         ask(base_url, api_key, [user("a")])  # the server goes on
         return {f"{status} {answer['error']['message']}": 1.0 for status, answer in answers}
 """
-CHANGES = [
-    ({"model": "gpt-4"}, "404 model='gpt-4': there is 'rl2' only"),
-    ({"stop": ["END", "x"]}, "stop='END': add it to rollout.train_sampling_params.stop"),
-    ({"max_completion_tokens": 1.5}, "max_tokens=1.5, expected a whole number above 0"),
-    ({"messages": []}, "expected text or a list of messages, not empty"),
-    ({"messages": [{"role": "user", "content": "\udce9"}]}, "surrogates not allowed"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": 1}]}]}, "'function'"),
-    ({"tools": [1]}, "cannot be answered"),
-    ({"tools": [{"function": {"name": ""}}]}, "expected text, not empty"),
-]
 
 
 def test_what_is_refused_has_a_reason_and_stops_nothing(tmp_path):
-    changes = f"LARGE = {MAX_BODY_BYTES}\nCHANGES = {[change for change, _ in CHANGES]!r}\n"
-    env = changes + textwrap.dedent(REFUSED)
-    params = replace(PARAMS, stop=("x",))
-    (trajectory,), player = play(tmp_path, ["a"], env, params=params, max_turns=1)
+    env = textwrap.dedent(REFUSED).replace("LARGE", str(MAX_BODY_BYTES))
+    (trajectory,), player = play(tmp_path, ["a"], env, max_turns=1)
     assert trajectory.finish_reason == "stop", player.failures.last
     answers = list(trajectory.rewards)
     expected = ["401 wrong API key", "404 /v1/embeddings is not served", "404 /v1/ is not served"]
     expected += ["404 /v1/chat/completions is not served", "413 a request may have 4194304 bytes"]
     expected += ["Expecting property name", "400 the request cannot be answered: maximum recursion"]
-    for reason in [*expected, *(reason for _, reason in CHANGES)]:
+    expected += ["404 model='gpt-4': there is 'rl2' only", "cannot be answered: 'int' object"]
+    expected += ["surrogates not allowed"]
+    for reason in expected:
         assert any(reason in answer for answer in answers), (reason, answers)
     assert len(player.engine.requests) == 1
 
@@ -386,37 +374,6 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
     with pytest.raises(AssertionError, match="cancelled"):
         collector.play(prompts, PARAMS, 1, "train", 1)
     assert player.failures.count == 0 and not player.endpoint.addresses
-
-
-@pytest.mark.parametrize(
-    "env, options, message",
-    [
-        ("def run(base_url): ...\ndef interact(messages): ...", {}, "`run` plays the whole"),
-        ("def run(base_url): ...", {"is_partial": True}, "rollout.partial=true moves"),
-        ("def run(base_url, level): ...", {}, "run needs column 'level'"),
-        ("def play(row, generate): ...", {}, "must be async"),
-        ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
-    ],
-)
-def test_agents_and_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
-    """When the env file is loaded or tried."""
-    with pytest.raises(ValueError, match=message):
-        env = load_text(tmp_path, env)
-        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
-
-
-def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
-    """Preflight starts them."""
-    env = """
-        import os
-        def run(base_url): ...
-        def reward_fn(messages): return float("OPENAI_API_KEY" in os.environ)
-    """
-    with mock.patch.dict("os.environ"):
-        os.environ.pop("OPENAI_API_KEY", None)
-        env = load_text(tmp_path, env, isolation="process")
-        assert asyncio.run(env.score([], make_row(0))) == {"reward": 1.0}
-    env.close()
 
 
 @pytest.mark.parametrize("host", [LOCAL_HOST, "0.0.0.0"])

@@ -32,10 +32,10 @@ ROW = {
 REPLY = [*ROW["messages"], {"role": "assistant", "content": "2"}]
 
 
-def preflight(env, row_sets, max_turns):
+def preflight(env, row_sets, max_turns, is_partial=False):
     """The same of rows in lists."""
     row_sets = {key: pack_rows(rows) for key, rows in row_sets.items()}
-    return env_load.preflight(env, row_sets, max_turns)
+    return env_load.preflight(env, row_sets, max_turns, is_partial)
 
 
 def score(env, row=ROW):
@@ -123,12 +123,6 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
     )
 
 
-def test_row_without_a_needed_column_costs_its_trajectory_only():
-    assert "reward_fn needs level" in str(
-        failure(env_of(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
-    )
-
-
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_env_may_change_its_arguments(tmp_path, prefix):
     body = "messages[0]['content'] = tags.pop()\n    messages.clear()\n    return 1"
@@ -190,6 +184,15 @@ def test_bad_messages_are_an_env_error(value):
         ),
         ("def reward_fn(messages, /, answer): pass", "arguments are passed by name"),
         ("def reward_fn(messages): pass\ninteract = []", "interact: expected a function"),
+        ("class make_env: pass", "expected a method step"),
+        ("def make_env(): return 1 / 0", "make_env raised:(.|\n)*ZeroDivisionError"),
+        (
+            "class make_env:\n def look(self, x):\n  'Looks.'",
+            "the method look has a docstring, so it is a tool, but .*begin its name with _",
+        ),
+        ("def run(base_url): ...\ndef interact(messages): ...", "`run` plays the whole"),
+        ("def play(row, generate): ...", "must be async"),
+        ("async def play(generate): ...\ndef run(base_url): ...", "remove one"),
     ],
 )
 def test_env_file_that_cannot_work_is_refused(tmp_path, text, message):
@@ -337,37 +340,32 @@ TOOL_ENV = """
             "Looks a word up."
         def reward(self): return 1
 """
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["def run(base_url): return 1", "async def play(generate): return 1", TOOL_ENV],
-    ids=["run", "play", "tools"],
-)
-def test_preflight_refuses_one_turn_where_a_second_one_is_needed(tmp_path, text):
-    env = load(tmp_path, text)
-    with pytest.raises(ValueError, match="rollout.max_turns=1.*at least 2"):
-        preflight(env, {"data.path": [ROW]}, 1)
-    assert not preflight(env, {"data.path": [ROW]}, 2)
-    env.close()
-
-
 TEXT_ROW = {"messages": "x", "answer": 1}
-REPLY_AND_RESULT = "(?s)reply '', .*got ''.*got None"
+NO_REWARD = "def reward_fn(messages): return messages[-1]['content'] and None"
+ONE_TURN = "rollout.max_turns=1.*at least 2"
 
 
 @pytest.mark.parametrize(
-    "reward_fn, interact, rows, max_turns, message",
+    "text, row, max_turns, message",
     [
-        (lambda messages: 0, None, [ROW], 2, r"max_turns=2, but the env file has no interact"),
-        (lambda messages: 0, lambda messages: [], [TEXT_ROW], 2, "plain strings"),
-        (lambda messages: messages[-1]["content"] and None, None, [ROW], 1, REPLY_AND_RESULT),
-        (lambda messages: 0, lambda messages: None, [ROW], 2, "interact: expected a list"),
+        ("def reward_fn(messages): return 0", ROW, 2, "max_turns=2, but the env file has no inter"),
+        ("def interact(messages): ...\ndef reward_fn(messages): ...", TEXT_ROW, 2, "plain strings"),
+        (f"def interact(messages): ...\n{NO_REWARD}", ROW, 2, "interact: expected a list"),
+        (NO_REWARD, ROW, 1, "(?s)reply '', .*got ''.*got None"),
+        ("def run(base_url): return 1", ROW, 1, ONE_TURN),
+        ("async def play(generate): return 1", ROW, 1, ONE_TURN),
+        (TOOL_ENV, ROW, 1, ONE_TURN),
     ],
 )
-def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, max_turns, message):
+def test_preflight_refuses_an_env_that_cannot_work(tmp_path, text, row, max_turns, message):
+    env = load(tmp_path, text)
     with pytest.raises(ValueError, match=message):
-        preflight(env_of(reward_fn, interact), {"data.path": rows}, max_turns)
+        preflight(env, {"data.path": [row]}, max_turns)
+    if message == ONE_TURN:
+        assert not preflight(env, {"data.path": [row]}, 2)
+        with pytest.raises(ValueError, match="rollout.partial=true moves trajectories"):
+            preflight(env, {"data.path": [row]}, 2, is_partial=True)
+    env.close()
 
 
 def test_a_run_without_base_url_is_the_files_own(tmp_path):

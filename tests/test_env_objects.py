@@ -323,22 +323,6 @@ def test_a_judge_of_groups_that_fails_costs_the_group(tmp_path, result):
     assert "group_reward_fn" in str(player.failures.last)
 
 
-@pytest.mark.parametrize(
-    "env, message",
-    [
-        ("class make_env: pass", "expected a method step"),
-        ("def make_env(): return 1 / 0", "make_env raised:(.|\n)*ZeroDivisionError"),
-        (
-            "class make_env:\n def look(self, x):\n  'Looks.'",
-            "the method look has a docstring, so it is a tool, but .*begin its name with _",
-        ),
-    ],
-)
-def test_objects_that_cannot_work_are_refused(tmp_path, env, message):
-    with pytest.raises(ValueError, match=message):
-        load_text(tmp_path, env)
-
-
 def test_preflight_plays_objects_and_names_what_they_lack(tmp_path):
     env = load_text(tmp_path, GAME)
     with pytest.raises(ValueError, match=r"(?s)environment.step raised.*invalid literal"):
@@ -348,8 +332,6 @@ def test_preflight_plays_objects_and_names_what_they_lack(tmp_path):
         preflight(env, {"data.path": pack_rows([row])}, 3)
     with pytest.raises(ValueError, match="make_env, but some rows of data.path are plain strings"):
         preflight(env, {"data.path": pack_rows([{"messages": "x", "answer": "1"}])}, 1)
-    with pytest.raises(ValueError, match="rollout.partial=true moves trajectories"):
-        preflight(env, {"data.path": pack_rows([make_row(0)])}, 3, is_partial=True)
     assert not env.open_keys
     env.close()
 
