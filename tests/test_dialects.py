@@ -7,7 +7,7 @@ import pytest
 
 from rl2.agents import anthropic_messages, chat_completions
 from rl2.agents.endpoint import DIALECTS
-from rl2.agents.form import MALFORMED, Call, ChatAnswer
+from rl2.agents.form import MALFORMED, ChatAnswer, to_call
 from rl2.engine.base import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), stop=("END",))
@@ -73,8 +73,8 @@ def test_a_conversation_is_the_same_in_each_protocol():
     assert request.stop == ("END",)
 
 
-ANSWER = ChatAnswer("ab12", "four", (), False, None, 10, 3)
-CALLS = (Call("c1", "double", {"x": 3}), Call("c2", "say", {"text": 'é "'}))
+ANSWER = ChatAnswer("ab12", "four", [], False, None, 10, 3)
+CALLS = [to_call("c1", "double", {"x": 3}), to_call("c2", "say", {"text": 'é "'})]
 ANSWERS = {
     "text": ANSWER,
     "empty": replace(ANSWER, text=""),

@@ -89,8 +89,8 @@ def write(answer: ChatAnswer) -> JsonObject:
     if answer.text.strip() or not answer.calls:
         content.append({"type": "text", "text": answer.text})
     for call in answer.calls:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-        content.append(block)
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     reason = "end_turn"
     if answer.calls:
         reason = "tool_use"
@@ -133,8 +133,3 @@ def stream(response: JsonObject) -> Iterator[JsonObject | str]:
     end = {name: response[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": end, "usage": usage}
     yield {"type": "message_stop"}
-
-
-def write_error(reason: str) -> JsonObject:
-    """Returns an error as the protocol has it. Clients go by its status of HTTP."""
-    return {"type": "error", "error": {"type": "invalid_request_error", "message": reason}}

@@ -52,7 +52,8 @@ def write(answer: ChatAnswer) -> JsonObject:
     if answer.calls:
         reason = "tool_calls"
         message["tool_calls"] = [
-            to_call(call.id, call.name, json.dumps(call.arguments)) for call in answer.calls
+            to_call(call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"]))
+            for call in answer.calls
         ]
     return {
         "id": f"chatcmpl-{answer.id}",
@@ -80,9 +81,3 @@ def stream(response: JsonObject) -> Iterator[JsonObject | str]:
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     yield head | {"choices": [end], "usage": response["usage"]}
     yield "[DONE]"
-
-
-def write_error(reason: str) -> JsonObject:
-    """Returns an error as the protocol has it."""
-    details = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-    return {"error": details}

@@ -26,6 +26,7 @@ from rl2.agents.form import (
     RequestError,
     malformed_error,
     parse_body,
+    write_error,
 )
 from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
@@ -52,9 +53,6 @@ class Dialect(Protocol):
 
     def stream(self, response: JsonObject) -> Iterator[JsonObject | str]:
         """Yields the data of the events in which a stream has the object that `write` returned."""
-
-    def write_error(self, reason: str) -> JsonObject:
-        """Returns the JSON object of an error."""
 
 
 # By the path behind /v1/.
@@ -150,8 +148,7 @@ class Endpoint:
         except RequestError as error:
             if address:
                 address.refusal = error.reason
-            told = (dialect or chat_completions).write_error(error.reason)
-            return web.json_response(told, status=error.status)
+            return web.json_response(write_error(error.reason), status=error.status)
         if not is_stream:
             return web.json_response(whole)
         events = "".join(map(_encode_event, dialect.stream(whole)))

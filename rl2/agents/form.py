@@ -61,21 +61,12 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool that the agent is asked to make."""
-
-    id: str
-    name: str
-    arguments: JsonObject
-
-
-@dataclass(frozen=True)
 class ChatAnswer:
     """A message of the policy."""
 
     id: str  # random
     text: str  # without what stopped it and without the calls
-    calls: tuple[Call, ...]
+    calls: list[JsonObject]  # of tools, as messages of the assistant have them
     is_cut: bool  # by a limit of tokens
     stop: str | None  # which of the request's texts ended it
     num_prompt: int  # tokens
@@ -85,8 +76,7 @@ class ChatAnswer:
         """Returns it as a message of the conversation."""
         message: JsonObject = {"role": "assistant", "content": self.text}
         if self.calls:
-            calls = [to_call(call.id, call.name, call.arguments) for call in self.calls]
-            message["tool_calls"] = calls
+            message["tool_calls"] = self.calls
         return message
 
 
@@ -136,6 +126,12 @@ def to_call(call_id: str | None, name: str, arguments: object) -> JsonObject:
     """Returns a call as messages of the assistant have it."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call_id, **call} if call_id else call
+
+
+def write_error(reason: str) -> JsonObject:
+    """Returns an error as the protocols have it. Clients go by its status of HTTP."""
+    details = {"type": "invalid_request_error", "message": reason, "param": None, "code": None}
+    return {"type": "error", "error": details}
 
 
 def malformed_error(error: Exception) -> RequestError:

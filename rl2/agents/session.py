@@ -12,12 +12,12 @@ from operator import attrgetter
 
 from rl2.agents.form import (
     MALFORMED,
-    Call,
     ChatAnswer,
     ChatRequest,
     JsonObject,
     RequestError,
     malformed_error,
+    to_call,
 )
 from rl2.engine.base import SamplingParams, Seed
 from rl2.env.found_calls import Found
@@ -116,13 +116,17 @@ class AgentSession:
         if self.is_closed:
             raise ValueError("the trajectory has ended")
         if self.num_requests >= self.player.max_turns:
-            raise self._limit_error()
+            self.is_cut = True
+            raise ValueError(
+                f"the trajectory has made its rollout.max_turns={self.player.max_turns} requests; "
+                "raise the key if the agent needs more"
+            )
 
     def limit(self, conversation: Conversation, params: SamplingParams) -> SamplingParams:
         """The parameters with at most so many new tokens as have room. ValueError if none has."""
         room = self.player.max_length - len(conversation.samples[-1].tokens)
         if room < 1:
-            raise self._limit_error()
+            raise self._length_error()
         return replace(params, max_new_tokens=min(params.max_new_tokens, room))
 
     def extend(self, request: ChatRequest) -> tuple[Conversation | None, Conversation]:
@@ -135,25 +139,18 @@ class AgentSession:
             conversation = deepcopy(base)  # the request may be cancelled
             new = messages[len(base.known) :]
             if not player.append_messages(conversation, base.num_sampled, new, max_new_tokens=1):
-                raise self._limit_error()
+                raise self._length_error()
         else:
             conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
         return base, conversation
 
-    def _limit_error(self) -> ValueError:
-        """The limit that a request has met: of requests, or else of tokens."""
+    def _length_error(self) -> ValueError:
         self.is_cut = True
-        player = self.player
-        if self.num_requests >= player.max_turns:
-            return ValueError(
-                f"the trajectory has made its rollout.max_turns={player.max_turns} requests; raise "
-                "the key if the agent needs more"
-            )
         return ValueError(
             "the messages leave no room for an answer: a conversation may have "
-            f"{player.max_length} tokens"
+            f"{self.player.max_length} tokens"
         )
 
     def _find_base(self, known: list[dict], tools: list | None) -> Conversation | None:
@@ -173,12 +170,12 @@ class AgentSession:
             text = text.partition(stop)[0]
         tools = conversation.tools
         found = self.player.read_calls(conversation, num_sampled, tools) if tools else Found([])
-        calls = tuple(
+        calls = [
             # Templates of Mistral take ids of nine characters only.
-            Call(secrets.token_hex(5)[:9], call.name, call.arguments)
+            to_call(secrets.token_hex(5)[:9], call.name, call.arguments)
             for call in found.calls
             if not call.error  # a call that cannot be read stays in the text
-        )
+        ]
         if calls:
             text = text[: found.start].strip()
         answer = ChatAnswer(
