@@ -16,7 +16,7 @@ from rl2.data.messages import check_messages, read_message
 from rl2.engine.base import SamplingParams
 
 LIMITS = ("max_tokens", "max_completion_tokens")
-USED = ("model", "messages", "tools", "stop", "stream", "stream_options", *LIMITS)
+USED = ("model", "messages", "tools", "stop", "stream", "stream_options") + LIMITS
 MESSAGE_FIELDS = ("role", "name", "tool_call_id", "content", "tool_calls")
 
 

@@ -125,7 +125,7 @@ def read_stop(stop: str | Sequence[str] | None, params: SamplingParams) -> tuple
 def to_call(call_id: str | None, name: str, arguments: object) -> JsonObject:
     """Returns a call as messages of the assistant have it."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call_id, **call} if call_id else call
+    return {"id": call_id} | call if call_id else call
 
 
 def write_error(reason: str) -> JsonObject:

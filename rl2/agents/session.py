@@ -82,7 +82,7 @@ class AgentSession:
 
         What is raised ends the agent, unless something has done that before.
         """
-        seed = (*self.seed[:-1], self.num_requests)
+        seed = self.seed[:-1] + (self.num_requests,)
         self.num_requests += 1
         was_cut = self.is_cut
         remaining = base

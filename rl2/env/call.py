@@ -85,8 +85,8 @@ class Env:
             return messages
         inputs = {"prompt": messages}
         text = await self._call(METHOD + "reset", reset, messages, row, key, inputs)
-        *before, last = messages
-        return [*before, last | {"content": last["content"] + text}]
+        last = messages[-1]
+        return messages[:-1] + [last | {"content": last["content"] + text}]
 
     async def answer(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Mapping[str, object] = {}
@@ -98,7 +98,7 @@ class Env:
         if function is None:
             return Turn()
         last = messages[-1] if messages else {}
-        inputs = {**inputs, "message": last, "action": last.get("content")}
+        inputs = dict(inputs) | {"message": last, "action": last.get("content")}
         return Turn(**await self._call(name, function, messages, row, key, inputs))
 
     async def call_tools(self, calls: list[ToolCall], turn: int, key: Key) -> Turn:
@@ -124,7 +124,7 @@ class Env:
         """
         name, function = self.spec.agent, self.spec.run or self.spec.play
         assert name and function, "the env file has neither run nor play"
-        available = {**row, **inputs, "row": row}
+        available = row | dict(inputs) | {"row": row}
         return await self._call(name, function, row["messages"], available, key, {})
 
     async def score(

@@ -135,7 +135,8 @@ def _declared_types(schema: object) -> set[str]:
         return set()
     declared = schema.get("type")
     types = {declared} if isinstance(declared, str) else set(declared or [])
-    types = types.union(*map(_declared_types, schema.get("anyOf") or []))
+    for other in schema.get("anyOf") or []:
+        types |= _declared_types(other)
     return types | {"null"} if schema.get("nullable") else types
 
 

@@ -128,7 +128,7 @@ def check_signature(function: Callable, name: str) -> None:
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
     inputs = {"messages", "environment", "trajectories", "base_url", "generate"}
-    has_messages = inputs & {*signature.parameters}
+    has_messages = inputs & signature.parameters.keys()
     if not (has_messages or _takes_all_columns(signature)):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
 
@@ -151,11 +151,11 @@ def select_arguments(
     `messages` is always the conversation, even if the row has a column with that name. Other
     `inputs` are for those functions only that name them, and give way to columns.
     """
-    available = {**inputs, **row, "messages": messages}
+    available = dict(inputs) | row | {"messages": messages}
     signature = inspect.signature(function)
     names = set(signature.parameters)
     if _takes_all_columns(signature):
-        names |= {"messages", *row}
+        names |= {"messages"} | row.keys()
     return {name: value for name, value in available.items() if name in names}
 
 

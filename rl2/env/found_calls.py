@@ -108,7 +108,7 @@ def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False
     """Returns the calls of tools that are the whole text, or are in code fences."""
     names = {tool["function"]["name"] for tool in tools}
     said = text[_end_of_reasoning(text, in_reasoning) :]
-    parts = [said, *FENCED.findall(said)]
+    parts = [said] + FENCED.findall(said)
     return [call for part in parts for call in _read_bare_calls(part.strip(), names)][:MAX_CALLS]
 
 

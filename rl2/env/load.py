@@ -114,18 +114,12 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     if max_turns == 1 and env.spec.interact is not None:
         del functions["interact"]
         warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    problems = [
-        *_find_turn_problems(env, row_sets, max_turns, is_partial),
-        *_find_missing_columns(functions, row_sets),
-    ]
+    problems = list(_find_turn_problems(env, row_sets, max_turns, is_partial))
+    problems += _find_missing_columns(functions, row_sets)
     if not problems:
-        sets = [
-            [(rows.locate(i), rows[i]) for i in _spread(len(rows), MAX_TRIAL_ROWS)]
-            for rows in row_sets.values()
-        ]
         trial = _Trial(env.in_processes(TRIAL_PROCESSES) if env.path else env, max_turns)
         try:
-            problems = asyncio.run(trial.run(sets))
+            problems = asyncio.run(trial.run(row_sets))
         finally:
             if env.path:
                 trial.env.close()
@@ -201,13 +195,19 @@ class _Trial:
         self._keys = itertools.count()
         self._slots = asyncio.Semaphore(TRIAL_PROCESSES if env.path else MAX_TRIAL_ROWS)
 
-    async def run(self, sets: list[list[LocatedRow]]) -> list[str]:
-        """Returns the failures on the rows of data sets, and warns of their gold answers."""
-        trials = [(*row, reply) for rows in sets for row in rows for reply in TRIAL_REPLIES]
-        await asyncio.gather(*(self._try(*trial) for trial in trials))
+    async def run(self, row_sets: RowSets) -> list[str]:
+        """Returns the failures on rows of the data sets, and warns of their gold answers."""
+        sets: list[list[LocatedRow]] = []
+        tries = []
+        for rows in row_sets.values():
+            chosen = [(rows.locate(i), rows[i]) for i in _spread(len(rows), MAX_TRIAL_ROWS)]
+            sets.append(chosen)
+            for location, row in chosen:
+                tries += [self._try(location, row, reply) for reply in TRIAL_REPLIES]
+        await asyncio.gather(*tries)
         if not self.failures and self.env.spec.reward_functions():
-            for rows in sets:
-                await self._try_golds(rows)
+            for chosen in sets:
+                await self._try_golds(chosen)
         return sorted(f"{place}, {failure}" for failure, place in self.failures.items())
 
     async def _try_golds(self, rows: list[LocatedRow]) -> None:
@@ -231,7 +231,7 @@ class _Trial:
 
     async def _earns_more(self, location: str, row: dict, golds: list[str]) -> bool:
         """Whether a gold answer of the row earns more than a wrong one in the same form."""
-        for form in (*FORMS, PROGRAM):
+        for form in FORMS + [PROGRAM]:
             wrong = await self._try(location, row, form.replace("{}", WRONG))
             for gold in golds[:MAX_GOLDS]:
                 right = await self._try(location, row, form.replace("{}", gold))
@@ -269,11 +269,11 @@ async def play_reply(
     parts = {}
     try:
         prompt = await env.begin(row, key)
-        conversation = ([*prompt, {"role": "assistant", "content": reply}], row, key, inputs)
+        messages = prompt + [{"role": "assistant", "content": reply}]
         if env.has_object or (max_turns > 1 and env.spec.interact is not None):
-            turn = await env.answer(*conversation)
+            turn = await env.answer(messages, row, key, inputs)
             parts["turns"] = turn.reward
-        add_parts(parts, await env.score(*conversation))
+        add_parts(parts, await env.score(messages, row, key, inputs))
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one
             await env.end(key)

@@ -6,6 +6,7 @@ rl2/env/contract.py describes each of them. `read_spec` finds them once, when th
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -74,7 +75,7 @@ class EnvSpec:
     def parameters(self) -> set[str]:
         """Returns the names of all that the functions, methods and tools ask for."""
         names: set[str] = set()
-        for function in (*self.row_functions().values(), *self.tools.values()):
+        for function in chain(self.row_functions().values(), self.tools.values()):
             names.update(inspect.signature(function).parameters)
         return names
 
