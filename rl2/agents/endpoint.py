@@ -25,12 +25,12 @@ from rl2.agents.form import (
     JsonObject,
     RequestError,
     malformed_error,
-    parse_body,
     write_error,
 )
 from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
+from rl2.env.results import MAX_NESTING, check_nesting
 
 LOCAL_HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2**22  # of a request
@@ -169,7 +169,11 @@ async def _read_chat(
 ) -> tuple[ChatRequest, bool]:
     """(what a request asks for, whether as a stream). RequestError if rl2 cannot do it."""
     try:
-        body = parse_body(await request.read())
+        body = json.loads(await request.read())
+        json.dumps(body, ensure_ascii=False).encode()  # lone surrogates are no text
+        if not isinstance(body, dict):
+            raise ValueError("expected a JSON object")
+        check_nesting(body, MAX_NESTING)
         return dialect.read(body, params), bool(body.get("stream"))
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(413, f"a request may have {MAX_BODY_BYTES} bytes") from error

@@ -4,7 +4,6 @@ Messages and tools are as chat templates take them: the content of a message is 
 those of chat completions, and the arguments of calls are objects.
 """
 
-import json
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 from rl2.data.messages import check_ends_before_reply, check_messages, check_text
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
-from rl2.env.results import MAX_NESTING, check_nesting
 
 JsonObject = dict[str, Any]  # as protocols and chat templates have it
 MODEL = "rl2"  # the name of the policy
@@ -78,16 +76,6 @@ class ChatAnswer:
         if self.calls:
             message["tool_calls"] = self.calls
         return message
-
-
-def parse_body(body: bytes) -> JsonObject:
-    """Returns the JSON object of a request. One of MALFORMED if it is none."""
-    request = json.loads(body)
-    json.dumps(request, ensure_ascii=False).encode()  # lone surrogates are no text
-    if not isinstance(request, dict):
-        raise ValueError("expected a JSON object")
-    check_nesting(request, MAX_NESTING)
-    return request
 
 
 def check_fields(body: JsonObject, used: Collection[str], params: SamplingParams) -> None:

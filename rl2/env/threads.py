@@ -92,11 +92,7 @@ class LoopThread:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self.loop.set_default_executor(_DaemonExecutor())
-        try:
-            self.thread = start_thread("env", self._serve)
-        except EnvError:
-            self.loop.close()
-            raise
+        self.thread = start_thread("env", self._serve)
 
     def submit(self, coroutine: Coroutine) -> concurrent.futures.Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
