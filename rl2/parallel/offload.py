@@ -48,16 +48,17 @@ def _pin(block: Tensor) -> None:
     unpin.atexit = False  # CUDA may have ended before
 
 
-def _sharded(parameter: Tensor) -> DTensor:
-    """The parameter: every one of a model is sharded."""
+def _sharded(parameter: Tensor | None) -> DTensor:
+    """The parameter or gradient: every one of a model is sharded."""
     assert isinstance(parameter, DTensor)
     return parameter
 
 
-def local_shard(parameter: Tensor) -> Tensor:
-    """This process's part of a sharded parameter: the tensor itself, not a view as to_local gives.
+def local_shard(parameter: Tensor | None) -> Tensor:
+    """This process's part of a sharded parameter or gradient.
 
-    (A view would give an empty storage its size back in a memory plan.)
+    It is the tensor itself, not a view as to_local gives: a view would give an empty storage its
+    size back in a memory plan.
     """
     return _sharded(parameter)._local_tensor
 

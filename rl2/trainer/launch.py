@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rl2.config.arguments import read_arguments
 from rl2.config.parse import accept, let_hydra_answer
+from rl2.config.schema import Config
 from rl2.error_report import Diverged
 from rl2.in_process import train_job
 from rl2.recorder import Recorder
@@ -30,7 +31,7 @@ def launch(root: type, start: Callable[[Any], None]) -> None:
     arguments = read_arguments(root, sys.argv[1:])
     if arguments.options:
         let_hydra_answer(root, arguments, partial(train_job, start))
-    config = accept(root, arguments)
+    config: Config = accept(root, arguments)
     with guard(config.trainer.watchdog):
         start(config)
 
