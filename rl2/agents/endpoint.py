@@ -30,7 +30,7 @@ from rl2.agents.form import (
 from rl2.config.dropped import explain_dropped
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
-from rl2.env.results import MAX_NESTING, check_nesting
+from rl2.env.results import check_nesting
 
 LOCAL_HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2**22  # of a request
@@ -173,7 +173,7 @@ async def _read_chat(
         json.dumps(body, ensure_ascii=False).encode()  # lone surrogates are no text
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
-        check_nesting(body, MAX_NESTING)
+        check_nesting(body)
         return dialect.read(body, params), bool(body.get("stream"))
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(413, f"a request may have {MAX_BODY_BYTES} bytes") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rl2.env.results import MAX_NESTING, check_nesting
+from rl2.env.results import LONE_SURROGATE, check_nesting
 
 MAX_NAME = 200  # characters of a tool's name
 JSON_START = re.compile(r"[;,\s]*(?=\{|\[\s*\{)")
@@ -64,10 +64,8 @@ def to_call(name: object, arguments: object) -> ToolCall:
     if not isinstance(arguments, dict | None):
         raise ValueError("expected the arguments as an object, by name")
     text = json.dumps([name, arguments or {}], ensure_ascii=False, allow_nan=False)
-    # Escapes may write halves of characters. Whole ones are joined, others replaced.
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    plain_name, plain_arguments = json.loads(text)
-    check_nesting(plain_arguments, MAX_NESTING)
+    plain_name, plain_arguments = json.loads(LONE_SURROGATE.sub("\ufffd", text))
+    check_nesting(plain_arguments)
     return ToolCall(plain_name, plain_arguments)
 
 

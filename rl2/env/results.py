@@ -145,7 +145,7 @@ def to_messages(name: str, result: object) -> list[dict]:
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{len(text)} characters, a turn may have {MAX_CHARACTERS},")
         messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
-        check_nesting(messages, MAX_NESTING)
+        check_nesting(messages)
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = join_parts(message["content"])
@@ -183,7 +183,8 @@ def _to_python(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def check_nesting(value: object, levels: int) -> None:
+def check_nesting(value: object, levels: int = MAX_NESTING) -> None:
+    """ValueError if lists and objects are nested too deep in a JSON value."""
     if isinstance(value, list | dict):
         if not levels:
             raise ValueError(f"lists and objects are nested more than {MAX_NESTING} deep")
