@@ -7,13 +7,16 @@ returns a wrong value raises EnvError.
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from rl2 import cleanup
 from rl2.env.call_syntaxes import ToolCall
 from rl2.env.contract import (
+    API_KEY,
     METHOD,
+    PLACEHOLDER_KEY,
     TOOL,
     EnvError,
     Turn,
@@ -49,6 +52,10 @@ class Env:
         pool: ProcessPool | None = None,
         path: str = "",
     ):
+        if spec.run is not None:
+            # Clients of OpenAI need a key to start. It is no secret: the address of a trajectory
+            # is, and so is the key that `run` may ask for. Processes that start later inherit it.
+            os.environ[API_KEY] = os.environ.get(API_KEY) or PLACEHOLDER_KEY
         self.spec = spec
         self.timeout = timeout
         self.concurrency = concurrency

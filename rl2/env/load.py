@@ -3,21 +3,14 @@
 import asyncio
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
-from rl2.env.contract import (
-    API_KEY,
-    PLACEHOLDER_KEY,
-    EnvError,
-    add_parts,
-    required_columns,
-)
+from rl2.env.contract import EnvError, add_parts, required_columns
 from rl2.env.gold import FORMS, PROGRAM, WRONG, gold_answers
 from rl2.env.processes import ProcessPool
-from rl2.env.spec import EnvSpec, read_spec
+from rl2.env.spec import read_spec
 from rl2.user_files import import_env_file
 
 TRIAL_REPLIES = ("", "The answer is 42.", PROGRAM.replace("{}", "pass"))
@@ -56,7 +49,6 @@ def load_env(
         spec = read_spec(vars(module))
     except ValueError as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
-    _set_placeholder_key(spec)  # before there are processes
     file = str(module.__file__)
     if isolation == "process" and spec.play is not None:
         raise ValueError(
@@ -85,17 +77,7 @@ def make_env(
     for name in functions.keys() - spec.functions().keys():
         needed = {"run": "base_url", "play": "generate"}.get(name, "messages")
         raise ValueError(f"{name}: expected a function with a parameter called {needed}")
-    _set_placeholder_key(spec)
     return Env(spec, timeout, concurrency)
-
-
-def _set_placeholder_key(spec: EnvSpec) -> None:
-    """Sets the variable without which clients of OpenAI do not start, if there is an agent.
-
-    It is no secret: the address of a trajectory is, and so is the key that `run` may ask for.
-    """
-    if spec.run is not None:
-        os.environ[API_KEY] = os.environ.get(API_KEY) or PLACEHOLDER_KEY
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:
