@@ -100,12 +100,15 @@ def load_model(
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
         tp_group = mesh.tp.get_group()
-    reachable = _reachable_exactness(exactness, mesh.device, trainable)
+    if device_kind(mesh.device) != "cpu":  # a GPU, or the device of a memory plan
+        exactness = Exactness.OFF
+    elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
+        exactness = Exactness.ASSUMED
     model = TokenModel(
         hf,
         Ring(mesh.sp),
         tp=tp_group,
-        exactness=reachable,
+        exactness=exactness,
         attachments=attachments,
     )
     fsdp.shard(
@@ -118,15 +121,6 @@ def load_model(
     )
     fsdp.scatter(model, full, mesh, [part.change for part in attachments])
     return model
-
-
-def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: bool) -> Exactness:
-    """`exactness` as far as a model on this device can have it."""
-    if device_kind(device) != "cpu":  # a GPU, or the device of a memory plan
-        return Exactness.OFF
-    if exactness.is_on and not trainable:  # a frozen model has other weights than the engine
-        return Exactness.ASSUMED
-    return exactness
 
 
 def _read_whole(
