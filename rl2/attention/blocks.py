@@ -119,27 +119,24 @@ class Layout:
         """The blocks without a window. In step i of the ring the keys are those of `sources[i]`."""
         cross = []
         for source in sources:
-            cross.append(
-                self._cross_blocks([self._chunk_pairs(source), self._prefix_pairs(source)])
-            )
+            pairs = [self._chunk_pairs(source), self._prefix_pairs(source)]
+            cross.append(self._cross_blocks(pairs))
         return Blocks(_causal_block(self.starts[self.rank]), cross)
 
     def _chunk_pairs(self, source: int) -> list[Pair]:
         """Which queries of ours see which keys of another rank, by the table of this module."""
         if source == self.rank:
             return []
+        ours = self.starts[self.rank]
+        theirs = self.starts[source]
         pairs = []
-        for (query_start, query_end), (key_start, key_end), ours, theirs in zip(
-            pairwise(self.starts[self.rank]),
-            pairwise(self.starts[source]),
-            self.chunks[self.rank],
-            self.chunks[source],
-            strict=True,
-        ):
+        for s in range(len(ours) - 1):
             if source < self.rank:
-                pairs.append((query_start, query_end, key_start, key_start + theirs[0]))
+                first, _ = self.chunks[source][s]
+                pairs.append((ours[s], ours[s + 1], theirs[s], theirs[s] + first))
             else:
-                pairs.append((query_start + ours[0], query_end, key_start, key_end))
+                first, _ = self.chunks[self.rank][s]
+                pairs.append((ours[s] + first, ours[s + 1], theirs[s], theirs[s + 1]))
         return pairs
 
     def _prefix_pairs(self, source: int) -> list[Pair]:
