@@ -83,24 +83,22 @@ class _Request:
 
     def finish(self, reason: str, version: int | None) -> None:
         """Returns the answer to the caller of `generate`, who may have cancelled it."""
-        if not self.future.done():
-            self.future.set_result(
-                Generation(
-                    tokens=self.tokens,
-                    logps=self.logps,
-                    finish_reason=reason,
-                    version=version,
-                    candidates=self.candidates or None,
-                    experts=self._told_experts(),
-                )
+        if self.future.done():
+            return
+        experts = None  # also where it is aborted before it has a slot
+        if self.params.experts_from is not None and self.prompt.experts is not None:
+            of_all = torch.cat([self.prompt.experts] + self.experts)
+            experts = of_all[self.params.experts_from :].numpy()
+        self.future.set_result(
+            Generation(
+                tokens=self.tokens,
+                logps=self.logps,
+                finish_reason=reason,
+                version=version,
+                candidates=self.candidates or None,
+                experts=experts,
             )
-
-    def _told_experts(self) -> np.ndarray | None:
-        """What the request asks for, see `Generation.experts`; None before it has a slot."""
-        if self.params.experts_from is None or self.prompt.experts is None:
-            return None
-        experts = torch.cat([self.prompt.experts] + self.experts)
-        return experts[self.params.experts_from :].numpy()
+        )
 
 
 class LocalEngine(Engine):
