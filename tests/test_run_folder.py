@@ -40,7 +40,7 @@ from rl2.run.lock import RunLock
 from rl2.run.signals import StopSignal
 from rl2.run.start import find_changes, identify
 from rl2.tools.ls import summarise
-from rl2.trainer import dpo, ppo, sft
+from rl2.trainer import ppo, sft
 
 NUM_ROWS = 12
 
@@ -243,12 +243,6 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
 
 def test_another_experiment_is_refused_and_touches_nothing(train, run, tmp_path):
     before = contents(run)
-    write_jsonl(
-        tmp_path / "pairs.jsonl",
-        [{"messages": "say a", "chosen": " a", "rejected": " b"} for _ in range(NUM_ROWS)],
-    )
-    status, output = train(f"data.path={tmp_path}/pairs.jsonl", main=dpo.main)
-    assert status == 1 and "the trainer: SFTConfig -> DPOConfig" in output
     status, output = train("actor.lora_rank=2", "data.shuffle=false", "actor.lr=0.5")
     assert status == 1 and "is of another experiment" in output
     assert "actor.lora_rank: 0 -> 2" in output and "data.shuffle: True -> False" in output
@@ -389,6 +383,8 @@ def test_which_changes_make_another_experiment(tmp_path, monkeypatch):
     config.rollout.env_path = {"a": "env.py", "b": "quiz"}
     before = identify(config, "")
     assert find_changes(before, identify(config, "")) == ({}, {})
+    experiment, _ = find_changes(before, identify(SFTConfig(), ""))
+    assert list(experiment.values()) == ["the trainer: PPOConfig -> SFTConfig"]
     for name, key in files.items():
         Path(name).write_text("after")
         experiment, others = find_changes(before, identify(config, ""))

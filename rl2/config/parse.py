@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, read_arguments
@@ -167,9 +167,9 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> tuple[Any, lis
     """
     OmegaConf.set_struct(tree, False)
     missing = []
+    names = OmegaConf.missing_keys(tree)
     for name, key in schema_keys(root).items():
-        path, _, last = name.rpartition(".")
-        if key.default == MISSING and OmegaConf.is_missing(OmegaConf.select(tree, path), last):
+        if name in names:
             missing.append(Problem(name, f"{name} is missing: {key.help}"))
             OmegaConf.update(tree, name, "")
     config: Any = OmegaConf.to_object(tree)

@@ -111,12 +111,7 @@ def _read_rollouts(splits: dict[str, list[Path]], num_bytes: int) -> list[Record
     files: list[Path] = []
     for steps in splits.values():
         files += spread(steps, MAX_STEPS)
-    shown: list[Record] = []
-    for path in files:
-        share = num_bytes // (len(files) - len(shown))  # small steps leave room for others
-        shown.append(_read_step(path, share))
-        num_bytes -= len(to_json(shown[-1]))
-    return shown
+    return [_read_step(path, num_bytes // len(files)) for path in files]
 
 
 def _read_step(path: Path, num_bytes: int) -> Record:
