@@ -92,8 +92,7 @@ def validate(config: Config, set_keys: set[str]) -> list[Problem]:
     rows = list(wrong_choices(config))
     if rows:  # which may be why other keys seem to have no effect
         set_keys = set()
-    rows += empty_values(config, set_keys)
-    rows += wrong_values(config)
+    rows += wrong_values(config, set_keys)
     rows += useless_keys(config, set_keys, {key for key, _ in rows})
     rows += wrong_data(config.data)
     for name, model in loaded_models(config).items():
@@ -138,18 +137,16 @@ def wrong_choices(config: Config) -> Iterator[Row]:
                 yield name, f": choose {', '.join(list(key.choices) + number)}"
 
 
-def empty_values(config: Config, set_keys: set[str]) -> Iterator[Row]:
-    """Keys that the user has set to an empty text."""
-    for name in sorted(set_keys & schema_keys(type(config)).keys()):
-        if get_value(config, name) == "":
-            yield name, ": write a value, or leave the key out; is a shell variable unset?"
+def wrong_values(config: Config, set_keys: set[str]) -> Iterator[Row]:
+    """Values outside the range of their key. None and the default are in it.
 
-
-def wrong_values(config: Config) -> Iterator[Row]:
-    """Values outside the range of their key. None and the default are in it."""
+    An empty text that the user has set is wrong, too.
+    """
     for name, key in schema_keys(type(config)).items():
         value, default = get_value(config, name), default_value(config, name)
-        if not key.is_section and not isinstance(value, str) and value not in (None, default):
+        if value == "" and name in set_keys:
+            yield name, ": write a value, or leave the key out; is a shell variable unset?"
+        elif not key.is_section and not isinstance(value, str) and value not in (None, default):
             for bound in key.broken_bounds(value):
                 yield name, f": it must {bound}; the default is {show_value(default)}"
 
