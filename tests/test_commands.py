@@ -13,13 +13,6 @@ from rl2.config.schema import TRAINER_CONFIGS
 HEAVY = {"torch", "transformers"}  # they take seconds to import
 
 
-def imports_of(*arguments: str) -> tuple[set[str], subprocess.CompletedProcess]:
-    """(the top packages that `python ARGUMENTS` imports, the process after its end)."""
-    command = [sys.executable, "-X", "importtime", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE)), done
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["-m", "rl2", name, "--help"] for name in COMMANDS]
@@ -28,14 +21,11 @@ def imports_of(*arguments: str) -> tuple[set[str], subprocess.CompletedProcess]:
     ids=" ".join,
 )
 def test_help_comes_before_heavy_imports(arguments):
-    imported, done = imports_of(*arguments)
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    imported = set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE))
     assert done.returncode == 0 and done.stdout
     assert "rl2" in imported and not imported & HEAVY
-
-
-def test_the_schema_needs_no_heavy_import():
-    imported, done = imports_of("-c", "import rl2.config.schema")
-    assert done.returncode == 0 and "rl2" in imported and not imported & HEAVY
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,6 @@ TOP_P = "rollout.train_sampling_params.top_p=0.9"
         ("vllm", "0.32.0", False, "", "", None),
         ("vllm", "0.31.1", False, "", "", "engine"),
         ("vllm", "0.33.0", False, "", "", "engine"),
-        ("vllm", "0.3.2", False, "", "", "engine"),
         # torch_memory_saver, by which SGLang gives its memory back, would end its processes.
         ("local", "0.5.23", True, SEGMENTS, "", None),
         ("sglang", "0.5.23", True, SEGMENTS, "", "engine"),

@@ -92,7 +92,6 @@ FOLLOWING = [  # (arguments of PPO, keys that follow them and their values)
     # A correction is on where the engine and the trainer differ.
     ("", "actor.correction=none"),
     (SGLANG, "actor.correction=sequence_mask"),
-    ("rollout.engine=vllm", "actor.correction=sequence_mask"),
     ("rollout.partial=true", "actor.correction=token_tis"),
     (f"{SGLANG} rollout.partial=true", "actor.correction=token_tis"),
     (f"{SGLANG} actor.loss=dppo", "actor.correction=none"),

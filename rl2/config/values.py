@@ -17,11 +17,8 @@ OPEN_KEYS = (
 
 
 def get_value(config: object, name: str) -> Any:
-    """The value of a dotted name; "" is the config itself.
-
-    None for an entry that a dict of the config does not have.
-    """
-    for part in name.split(".") if name else []:
+    """The value of a dotted name; None for an entry that a dict of the config does not have."""
+    for part in name.split("."):
         config = config.get(part) if isinstance(config, dict) else getattr(config, part)
     return config
 
