@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ CPU_MEMORY = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
 }
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -272,16 +274,16 @@ def is_single_process() -> bool:
     return dist.get_world_size() == 1
 
 
-def all_gather_objects(value: object) -> list:
+def all_gather_objects(value: Item) -> list[Item]:
     """The picklable values of all processes in order of rank, on all processes, which must call."""
     if is_single_process():
         return [value]
-    values = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def broadcast_object(value: object) -> Any:
+def broadcast_object(value: Item) -> Item:
     """The picklable value of rank 0, on all processes, which must call."""
     if is_single_process():
         return value
@@ -290,13 +292,13 @@ def broadcast_object(value: object) -> Any:
     return values[0]
 
 
-def gather_objects(value: object) -> list:
+def gather_objects(value: Item) -> list[Item]:
     """The picklable values of all processes in order of rank on rank 0; an empty list elsewhere.
 
     All processes must call.
     """
     if is_single_process():
         return [value]
-    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    values = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values)
     return values or []
