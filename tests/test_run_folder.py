@@ -144,25 +144,17 @@ def contents(folder):
 # The chat template of a run.
 
 
-@pytest.fixture
-def texts(monkeypatch):
-    """The texts that templates tokenise, as they come."""
-    found = []
+@pytest.mark.parametrize("main", [ppo.main, sft.main])
+def test_a_run_keeps_its_template_system_prompt_and_date(setup, train, tmp_path, monkeypatch, main):
+    """Resumed after midnight, it trains the tokens that it would have trained before."""
+    texts = []
     tokenize = ChatTemplate.tokenize
 
     def record(self, text):
-        found.extend(text if isinstance(text, list) else [text])
+        texts.extend(text if isinstance(text, list) else [text])
         return tokenize(self, text)
 
     monkeypatch.setattr(ChatTemplate, "tokenize", record)
-    return found
-
-
-@pytest.mark.parametrize("main", [ppo.main, sft.main])
-def test_a_run_keeps_its_template_system_prompt_and_date(
-    setup, train, tmp_path, monkeypatch, texts, main
-):
-    """Resumed after midnight, it trains the tokens that it would have trained before."""
     source = (
         "{{ strftime_now('%d %b %Y') }} {{ mood }} "
         "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
@@ -188,9 +180,6 @@ def test_a_run_keeps_its_template_system_prompt_and_date(
         start = "05 Mar 2026 glad s:be kind<|im_end|>u:say"
         assert texts and all(text.startswith(start) for text in texts)
     assert (tmp_path / "runs/default/model/chat_template.jinja").read_text() == source
-    status, output = train("data.system_prompt=be brief", "trainer.max_steps=3", main=main)
-    assert status == 1 and "data.system_prompt: prompt.md -> be brief" in output
-    assert "data.chat_template: template.jinja -> None" in output
 
 
 # A run and the next one in its folder.
@@ -392,9 +381,11 @@ def test_which_changes_make_another_experiment(tmp_path, monkeypatch):
         Path(name).write_text("before")
     config.actor.lr, config.actor.loss, config.adv.estimator = 1.0, "gspo", "gae"
     config.rollout.env_path, config.kl.type = "quiz", "loss"
+    config.data.system_prompt, config.data.chat_template = "be brief", "plain"
     before.config["actor.adapter"] = "folder"  # that an earlier version trained further
     experiment, others = find_changes(before, identify(config, ""))
     made = {"actor.adapter", "actor.loss", "adv.estimator", "kl.type", "rollout.env_path"}
+    made |= {"data.system_prompt", "data.chat_template"}
     assert experiment.keys() == made and others.keys() == {"actor.lr"}
 
 

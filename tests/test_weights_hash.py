@@ -15,10 +15,6 @@ def hash_of(worker):
     return hash_weights({"actor": worker})["actor"]
 
 
-def bits_of(parameter):
-    return parameter._local_tensor.view(torch.int32).view(-1)
-
-
 def test_each_changed_bit_and_each_exchange_changes_the_hash(tmp_path, device, monkeypatch):
     worker = Worker(worker_config(make_model(tmp_path / "model"), lr=1e-3), device, False, 8)
     expected = hash_of(worker)
@@ -68,7 +64,8 @@ def test_of_a_model_with_adapters_these_are_hashed(tmp_path, device):
     expected = hash_of(worker)
     base = dict(worker.model.named_parameters())
     base_name = next(key for key in base if key not in worker.trained_parameters)
-    bits_of(base[base_name])[0] ^= 1
+    base[base_name]._local_tensor.view(torch.int32).view(-1)[0] ^= 1
     assert hash_of(worker) == expected
-    bits_of(next(iter(worker.trained_parameters.values())))[0] ^= 1
+    adapter = next(iter(worker.trained_parameters.values()))
+    adapter._local_tensor.view(torch.int32).view(-1)[0] ^= 1
     assert hash_of(worker) != expected
