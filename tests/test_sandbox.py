@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -178,8 +179,9 @@ def test_namespaces_hide_files_processes_and_network(folder, monkeypatch):
     ], result
 
 
-def test_programs_end_with_the_trainer(strength, folder):
-    """However it ends: here it is killed."""
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_programs_end_with_the_trainer(seconds, strength, folder):
+    """However it ends: here it is killed while the launcher starts, and while the program runs."""
     code = (
         f"import sys; sys.executable = {sys.executable!r}; "
         "from rl2.rewards.sandbox import Limits, Program, run; "
@@ -189,6 +191,7 @@ def test_programs_end_with_the_trainer(strength, folder):
     trainer = subprocess.Popen([PYTHON, "-c", code], env=os.environ | {"TMPDIR": str(folder)})
     try:
         wait_until(lambda: find_processes(f"{folder}/rl2-sandbox-"))
+        time.sleep(seconds)
     finally:
         trainer.kill()
         trainer.wait()

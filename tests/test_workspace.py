@@ -1,11 +1,8 @@
 """Commands of a workspace share its files and nothing else, and harm neither it nor others."""
 
 import gc
-import subprocess
 import sys
-import textwrap
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,27 +152,6 @@ def test_it_ends_with_its_last_reference(strength, folder):  # noqa: F811
     gc.collect()
     wait_until(lambda: not find_processes(folder))
     assert list(folder.glob("rl2-sandbox-*")) == []
-
-
-def test_it_ends_with_its_trainer(strength, folder):  # noqa: F811
-    """While a command runs; test_sandbox kills the trainer while the launcher starts."""
-    code = f"""
-        import tempfile
-        tempfile.tempdir = {str(folder)!r}
-        from rl2.rewards.sandbox import Limits
-        from rl2.rewards.workspace import Workspace
-        workspace = Workspace(limits=Limits(wall_seconds=1000), strength={strength!r})
-        print(workspace.run("echo ready").stdout, flush=True)
-        workspace.run("sleep 1000")
-    """
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-    )
-    assert trainer.stdout.readline() == "ready\n"
-    time.sleep(0.2)  # the command starts
-    trainer.kill()
-    trainer.wait()
-    wait_until(lambda: not find_processes(folder))
 
 
 def test_a_closed_workspace_says_so(workspace):
