@@ -194,7 +194,6 @@ class FakeGpu:
         return replace(
             batch,
             advantages=torch.ones(batch.mask.shape),
-            returns=torch.zeros(batch.mask.shape),
             token_weights=batch.mask / batch.mask.sum(),
         )
 
@@ -237,14 +236,3 @@ def fake_gpu(world: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         memory = stack.enter_context(planned_device(world))
         host = stack.enter_context(MemoryTracker(HOST))
         yield FakeGpu(memory, host, folder)
-
-
-def policy_loss(batch: Batch, scores: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of the actor, with a metric."""
-    loss = -(scores.logps * batch.advantages * batch.token_weights).sum()
-    return loss, {"logps": (scores.logps.detach() * batch.token_weights).sum()}
-
-
-def value_loss(batch: Batch, scores: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of the critic."""
-    return ((scores.values - batch.returns).square() * batch.token_weights).sum(), {}

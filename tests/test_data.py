@@ -419,10 +419,6 @@ def test_turns_text_and_plain_messages(tmp_path):
     every = [example.sequences for example in make_examples(path, SFT_ROWS, tokenizer)]
     assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
     assert every[1:] == [[([3, 2, 4], [1, 1, 1])], [([2, 3, 3, 4], [1, 1, 1, 1])]]
-    rows[0]["messages"][1]["weight"] = 0
-    last = make_examples(write(tmp_path / "b.jsonl", rows), SFT_ROWS, tokenizer)
-    assert last[0].sequences == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1])]
-    assert [example.sequences for example in last][1:] == every[1:]
 
 
 def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):

@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from parity import policy_loss, value_loss
 from planned_worker import (
     SLACK_BYTES,
     WAITS_OF_AN_UPDATE,
     Watch,
     fake_gpu,
-    policy_loss,
-    value_loss,
 )
 from shapes import make_config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -223,7 +222,7 @@ def test_only_what_changed_is_copied_back_and_nothing_waits(keys):
             assert seen.copied["to host"] == batch.mask.numel() * 4
             assert seen.waits.total() == 1, seen.waits
             with Watch() as seen:
-                worker.update(batch, policy_loss)
+                worker.update(batch, policy_loss, with_entropy=True)
             assert seen.waits.total() <= WAITS_OF_AN_UPDATE, seen.waits
             assert 3 * trained <= seen.copied["to host"] < 3 * trained + 100
             # The moments come while the step goes on.

@@ -4,7 +4,6 @@ trajectory, and what attacks or needs a server."""
 import asyncio
 import contextlib
 import glob
-import importlib.util
 import json
 import os
 import random
@@ -240,15 +239,11 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
     if name == "gem_games":  # GEM seeds Python's random numbers
         assert random.getstate() == state, "the games run in processes of their own"
     env.close()
-    if name == "harbor_tasks":
-        check_containers(Path(os.environ["FAKE_DOCKER"]))
-
-
-def check_containers(state):
-    """The last one was started as its task says, and all have been removed."""
-    *_, options = read_jsonl(state / "runs.jsonl")
-    assert ["--network", "none"] in options and ["--memory", "512m"] in options
-    assert [path.name for path in state.iterdir()] == ["runs.jsonl"]
+    if name == "harbor_tasks":  # the last container was started as its task says, all are removed
+        state = Path(os.environ["FAKE_DOCKER"])
+        *_, options = read_jsonl(state / "runs.jsonl")
+        assert ["--network", "none"] in options and ["--memory", "512m"] in options
+        assert [path.name for path in state.iterdir()] == ["runs.jsonl"]
 
 
 def test_every_ready_env_has_rows_and_a_command():
@@ -260,32 +255,24 @@ def conversation(*replies):
     return [{"role": "assistant", "content": reply} for reply in replies]
 
 
-def is_installed(name):
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+REWARDS = read_cases("ready_env_rewards")
 
 
-def all_cases(name):
-    """The cases of a file with a list for each env, as parameters with the name of the env."""
-    parameters = []
-    for env, cases in read_cases(name).items():
-        marks = pytest.mark.skipif(not is_installed(env), reason="the env needs its package")
-        rows = cases["cases"] if isinstance(cases, dict) else cases
-        for number, case in enumerate(rows):
-            parameters.append(pytest.param(env, *case, marks=marks, id=f"{env}-{number}"))
-    return parameters
-
-
-@pytest.mark.parametrize("name, replies, answer, earned", all_cases("ready_env_rewards"))
+@pytest.mark.parametrize(
+    "name, replies, answer, earned",
+    [(name, *case) for name in REWARDS for case in REWARDS[name]["cases"]],
+)
 def test_what_a_ready_env_rewards(name, replies, answer, earned):
     """An answer in the prompt is none of the reply."""
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name], reason="the env needs it")
     replies = [replies] if isinstance(replies, str) else replies
     right = answer[0] if isinstance(answer, list) else answer
     prompt = f"<answer>{right}</answer> \\boxed{{{right}}}\n#### {right}"
     messages = [{"role": "user", "content": prompt}, *conversation(*replies)]
     if name == "calculator":  # the result of a call in the last turn is not the model's answer
         messages.append({"role": "tool", "content": f"<answer>{answer}</answer>"})
-    columns = read_cases("ready_env_rewards")[name].get("row", {})
-    row = {"messages": messages[:1], "answer": answer, **columns}
+    row = {"messages": messages[:1], "answer": answer, **REWARDS[name].get("row", {})}
     parts = asyncio.run(load_env(name).score(messages, row))
     assert parts == (earned if isinstance(earned, dict) else {"reward": earned})
 
@@ -325,34 +312,34 @@ def test_search_looks_up_the_first_query_of_the_last_turn(monkeypatch):
 
     with serve_json(answer) as (address, requests):
         monkeypatch.setenv("RL2_SEARCH_URL", f"{address}/retrieve")
-        check_searches(load_env("search", 10), requests)
+        env = load_env("search", 10)
 
+        def answered(reply):
+            messages = [*QUESTION["messages"], *conversation("<search>old</search>", reply)]
+            return asyncio.run(env.answer(messages, QUESTION)).messages
 
-def check_searches(env, requests):
-    def answered(reply):
-        messages = [*QUESTION["messages"], *conversation("<search>old</search>", reply)]
-        return asyncio.run(env.answer(messages, QUESTION)).messages
-
-    [message] = answered("Let me see. <search> capital of France\n</search> <search>two</search>")
-    assert message["role"] == "tool" and message["content"].startswith(
-        '[1] "France"\nIts capital is Paris.\n\n[2] xx'
-    )
-    assert len(message["content"]) < 1700
-    [(_, request)] = requests
-    assert request == {"queries": ["capital of France"], "topk": 3, "return_scores": True}
-    assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
-    assert answered("<search> </search>")[0]["content"] == "the query is empty"
-    assert len(requests) == 2
-    for end in (
-        "<answer>Paris</answer>",
-        "<search>x</search><answer>Paris</answer>",
-        "<search>Paris",
-        "",
-        "Paris",
-    ):
-        assert answered(end) == []
-    with pytest.raises(EnvError, match="500"):
-        answered("<search>fail</search>")
+        [message] = answered(
+            "Let me see. <search> capital of France\n</search> <search>two</search>"
+        )
+        assert message["role"] == "tool" and message["content"].startswith(
+            '[1] "France"\nIts capital is Paris.\n\n[2] xx'
+        )
+        assert len(message["content"]) < 1700
+        [(_, request)] = requests
+        assert request == {"queries": ["capital of France"], "topk": 3, "return_scores": True}
+        assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
+        assert answered("<search> </search>")[0]["content"] == "the query is empty"
+        assert len(requests) == 2
+        for end in (
+            "<answer>Paris</answer>",
+            "<search>x</search><answer>Paris</answer>",
+            "<search>Paris",
+            "",
+            "Paris",
+        ):
+            assert answered(end) == []
+        with pytest.raises(EnvError, match="500"):
+            answered("<search>fail</search>")
 
 
 @pytest.mark.parametrize("reply", ["1" * 40_000, "1,111" * 10_000])

@@ -215,21 +215,16 @@ def test_a_launcher_that_fails_is_no_fault_of_the_program(tmp_path, monkeypatch)
         run_one("print()", strength="namespaces")
 
 
-def run_in_process(program, core):
-    """A process that may use one core, and prints what the program prints."""
-    code = (
-        "import os, sys; from rl2.rewards.sandbox import Program, run; "
-        f"os.sched_setaffinity(0, [{core}]); [result] = run(Program({program!r})); "
-        "print(result.stdout)"
-    )
-    return subprocess.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True)
-
-
 def test_programs_of_several_processes_share_the_cores():
     """One core, so one program at a time. The clock is that of the machine."""
     program = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
-    core = max(os.sched_getaffinity(0))
-    processes = [run_in_process(program, core) for _ in range(4)]
+    code = (
+        "import os; from rl2.rewards.sandbox import Program, run; "
+        "os.sched_setaffinity(0, [max(os.sched_getaffinity(0))]); "
+        f"[result] = run(Program({program!r})); print(result.stdout)"
+    )
+    command = [PYTHON, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     times = [[float(x) for x in process.communicate()[0].split()] for process in processes]
     times.sort()
     assert all(end <= start for (_, end), (start, _) in zip(times, times[1:], strict=False)), times
