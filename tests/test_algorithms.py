@@ -1,4 +1,4 @@
-"""Tests of rl2/algorithms.
+"""Tests of rl2/algorithms and of the losses of the trainers.
 
 Formulas are compared with loops in plain Python and closed-form gradients.
 """
@@ -38,11 +38,9 @@ from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     PolicyLoss,
-    cross_entropy,
     importance_weights,
     kl_estimate,
     reference_point,
-    reward_loss,
     rollout_mismatch,
     token_weights,
     value_loss,
@@ -51,7 +49,7 @@ from rl2.algorithms.losses import (
 from rl2.batch import collate
 from rl2.config.schema import DPOLossConfig, PPOConfig
 from rl2.model.token_model import TokenScores
-from rl2.trainer import dpo
+from rl2.trainer import dpo, rm, sft
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
 from rl2.worker import UpdateResult
 
@@ -711,7 +709,8 @@ def test_reward_loss(seed):
     for (chosen, rejected), margin in zip(pairs, case.margin[::2], strict=True):
         expected += softplus(margin - (chosen - rejected)) / 4
         add_pair_metrics(expected_metrics, chosen, rejected)
-    found = reward_loss(values, weights, case.margin)
+    batch = SimpleNamespace(token_weights=weights, pair_margin=case.margin)
+    found = rm.reward_loss(batch, TokenScores(values=values))
     check_loss(values, found, expected, expected_metrics)
 
 
@@ -720,10 +719,12 @@ def test_a_rank_without_rows_gets_zeros():
     pairs = SimpleNamespace(**{name: column[:0] for name, column in vars(make_pairs(0)).items()})
     results = [policy_loss(case, correction=case.correction, **options) for options in LOSSES]
     results += [preference_loss(pairs, loss) for loss in PREFERENCE_LOSSES]
-    results.append(reward_loss(pairs.values, pairs.weights, pairs.margin))
+    batch = SimpleNamespace(token_weights=pairs.weights, pair_margin=pairs.margin)
+    results.append(rm.reward_loss(batch, TokenScores(values=pairs.values)))
+    results.append(sft.sft_loss(batch, TokenScores(pairs.logps)))
     results.append(value_loss(case.values, case.old_values, case.returns, case.weights, 0.2))
     mismatch = rollout_mismatch(case.old_logps, case.engine_logps, case.weights)
-    results.append((cross_entropy(case.logps, case.weights), mismatch))
+    results.append((0, mismatch))
     for loss, metrics in results:
         assert all(value == 0 for value in (loss, *metrics.values()))
 

@@ -392,14 +392,6 @@ def value_loss(
     return loss, weighted_sums({"clip_ratio": clipped > plain, "value": values}, weights)
 
 
-def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of -logp: the loss of supervised fine-tuning.
-
-    With the weights of average `token` it is the logarithm of the perplexity.
-    """
-    return -(masked(weights, logps) * weights).sum()
-
-
 @dataclass(frozen=True)
 class PreferenceInputs:
     """The input of a preference loss: R replies. Of P pairs, each rejected one follows the chosen.
@@ -542,20 +534,6 @@ def reference_point(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
     KL(policy || reference), with a bias that its authors accept to spare the sampling of replies.
     """
     return masked(mask, logps - ref_logps).sum(1).mean().clamp(min=0).detach()
-
-
-def reward_loss(values: Tensor, weights: Tensor, pair_margin: Tensor) -> LossAndMetrics:
-    """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
-
-    This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288). Row 2i is the chosen and row
-    2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The reward of a row is its
-    value at the one column that has a weight. Metrics: those of `pair_metrics`.
-    """
-    rewards = masked(weights, values).sum(1)
-    weights_of_pairs, metrics = pair_metrics(rewards, weights)
-    chosen, rejected = rewards[::2], rewards[1::2]
-    losses = -logsigmoid(chosen - rejected - pair_margin[::2])
-    return (losses * weights_of_pairs).sum(), metrics
 
 
 def pair_metrics(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:

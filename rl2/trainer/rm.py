@@ -8,8 +8,8 @@ from rl2.config.help import answer_trainer
 if __name__ == "__main__":
     answer_trainer("rm")  # --help, before the imports below, which take seconds
 
-
 import torch
+from torch.nn.functional import logsigmoid
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, Sample, collate, scored_spans
@@ -37,8 +37,16 @@ def train(run: OfflineRun) -> None:
 
 
 def reward_loss(batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
-    """Bradley-Terry on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin)
+    """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
+
+    This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288), on whole sequences [b, T], where
+    the rejected reply follows the chosen one. The reward of a row is its value at the one column
+    that has a weight.
+    """
+    rewards = losses.masked(batch.token_weights, scores.values).sum(1)
+    pair_weights, metrics = losses.pair_metrics(rewards, batch.token_weights)
+    differences = rewards[::2] - rewards[1::2] - batch.pair_margin[::2]
+    return (-logsigmoid(differences) * pair_weights).sum(), metrics
 
 
 def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:

@@ -36,7 +36,8 @@ def train(run: OfflineRun) -> None:
 
 def sft_loss(batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
     """Cross-entropy of the trained tokens, on whole sequences [b, T]."""
-    return losses.cross_entropy(scores.logps, batch.token_weights), {}
+    weights = batch.token_weights
+    return -(losses.masked(weights, scores.logps) * weights).sum(), {}
 
 
 def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
