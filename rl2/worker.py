@@ -69,14 +69,16 @@ class UpdateResult:
         `total_weight` is the sum of the token weights that were run: metrics divided by it are
         means. They are left out where no token was run.
         """
-        numbers = {}
-        for name, value in vars(self).items():
-            if isinstance(value, int | float):
-                numbers[name] = float(value)
-        numbers |= self.reported
-        for name, total in self.metrics.items() if total_weight else ():
-            numbers[name] = total / total_weight
-        return numbers
+        numbers = {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "skipped": float(self.skipped),
+        }
+        means = {}
+        if total_weight:
+            means = {name: total / total_weight for name, total in self.metrics.items()}
+        return numbers | self.reported | means
 
 
 class Worker:
@@ -212,9 +214,8 @@ class Worker:
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
             norm, lr, skipped = self._step(skip is not None and skip(sums))
-        mean_loss = sums.pop("loss")
         return UpdateResult(
-            loss=mean_loss,
+            loss=sums.pop("loss"),
             grad_norm=norm,
             lr=lr,
             skipped=skipped,

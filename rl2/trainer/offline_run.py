@@ -5,7 +5,6 @@ from math import nan, sqrt
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
@@ -49,24 +48,21 @@ class OfflineRun:
         device = init_distributed()
         folder = RunFolder(config)
         is_critic = self.worker_name == "critic"
+        worker_config = getattr(config, self.worker_name)
         key = f"{self.worker_name}.model_name"
-        model_name = getattr(config, self.worker_name).model_name
-        self.tokenizer = load_tokenizer(key, model_name, is_critic)
+        self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(examples, folder)
         self.cursor = DataCursor(examples)
         self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         torch.manual_seed(config.trainer.seed)  # of new weights, and their places in dither.py
-        worker_config = getattr(config, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
-        workers = {self.worker_name: self.worker}
-        objects: dict[str, Stateful] = {"data": self.cursor}
         self.recorder = Recorder(
             folder,
             self.tokenizer,
-            workers,
-            objects,
+            {self.worker_name: self.worker},
+            {"data": self.cursor},
             num_steps=num_steps,
             device=device,
             evaluate=self.evaluate if self.test_batches else None,
@@ -74,9 +70,8 @@ class OfflineRun:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the metrics of the test sets."""
-        return with_names(
-            {name: self.measure(self, batch) for name, batch in self.test_batches.items()}
-        )
+        metrics = {name: self.measure(self, batch) for name, batch in self.test_batches.items()}
+        return with_names(metrics)
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""
