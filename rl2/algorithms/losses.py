@@ -158,7 +158,7 @@ class PolicyInputs:
     @cached_property
     def log_ratio(self) -> Tensor:
         """logps - old_logps [b, T], 0 where the mask is 0."""
-        return masked(self.mask, self.logps - self.old_logps.detach())
+        return masked(self.mask, self.logps - self.old_logps)
 
 
 TokenLosses = tuple[Tensor, Metrics]  # [b, T] each
@@ -269,23 +269,17 @@ def policy_loss(
     """The policy gradient's surrogate `token_loss`, a weighted sum over [b, T], and its metrics.
 
     `correction` [b, T], of `importance_weights`, multiplies the loss of each token. The loss of
-    `unlikely_failures` is 0 if there is a limit for them. Only `inputs.logps` gets a gradient.
+    `unlikely_failures` is 0 if there is a limit for them.
 
     Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence);
     off_policy_masked, the fraction of tokens in such failures; and those of the loss. All but
     reinforce give clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped,
     the dual clip included.
     """
-    advantages = masked(inputs.mask, inputs.advantages).detach()
-    inputs = replace(
-        inputs,
-        old_logps=inputs.old_logps.detach(),
-        engine_logps=inputs.engine_logps.detach(),
-        advantages=advantages,
-    )
+    inputs = replace(inputs, advantages=masked(inputs.mask, inputs.advantages))
     losses, metrics = token_loss(inputs)
     if correction is not None:
-        losses = losses * correction.detach()
+        losses = losses * correction
     if off_policy_limit is not None:
         is_masked = unlikely_failures(inputs, off_policy_limit)
         losses = torch.where(is_masked, 0.0, losses)
@@ -383,8 +377,8 @@ def value_loss(
     whose clipped error is the larger one; value, the mean V.
     """
     values = masked(weights, values)
-    old_values = masked(weights, old_values.detach())
-    returns = masked(weights, returns.detach())
+    old_values = masked(weights, old_values)
+    returns = masked(weights, returns)
     bounded = values.clamp(old_values - clip, old_values + clip)
     plain = (values - returns).square()
     clipped = (bounded - returns).square()
