@@ -11,7 +11,7 @@ from typing import Any
 
 from rl2.python_inputs import Inputs
 
-Rows = str | PurePath | Iterable[Mapping[str, Any]]
+Rows = str | PurePath | Iterable[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Run:
         if not config.exists():
             raise FileNotFoundError(f"{self.model_path}: this run has exported no model")
         [architecture] = json.loads(config.read_text(encoding="utf-8"))["architectures"]
-        kind: Any = language_model_class(transformers.AutoConfig.from_pretrained(self.model_path))
+        kind = language_model_class(transformers.AutoConfig.from_pretrained(self.model_path))
         if architecture.endswith("ForSequenceClassification"):
             kind = transformers.AutoModelForSequenceClassification
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.model_path)

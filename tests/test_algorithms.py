@@ -55,7 +55,6 @@ from rl2.worker import UpdateResult
 
 SEEDS = range(6)
 NOTHING_TRAINED = 6  # the seed of a case whose trajectories have all failed
-CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
 LOSSES = [
     dict(loss="ppo", clip=0.2, clip_high=0.2),
     dict(loss="ppo", clip=0.2, clip_high=0.28),
@@ -68,7 +67,6 @@ LOSSES = [
     dict(loss="dppo", clip=0.05, clip_high=0.9),
     dict(loss="reinforce", clip=math.inf, clip_high=math.inf),
 ]
-AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
 def policy_loss(case, loss, correction=None, off_policy_limit=None, **settings):
@@ -385,7 +383,7 @@ def test_token_weights(seed):
     tokens_of_group = Counter()
     for trajectory, cells in rows_of.items():
         tokens_of_group[groups[trajectory]] += len(cells)
-    expected = {average: {} for average in AVERAGES}
+    expected = {average: {} for average in names.TOKEN_AVERAGES}
     for trajectory, cells in rows_of.items():
         group_size = tokens_of_group[groups[trajectory]]
         for cell in cells:
@@ -481,7 +479,7 @@ def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_weights(seed, cap):
     case = make_case(seed)
-    expected = {correction: torch.zeros_like(case.mask) for correction in CORRECTIONS}
+    expected = {correction: torch.zeros_like(case.mask) for correction in IMPORTANCE_CORRECTIONS}
     for row, is_trained in enumerate(case.mask > 0):
         rho = (case.old_logps - case.engine_logps)[row][is_trained].exp()
         product = rho.prod()
@@ -496,7 +494,7 @@ def test_importance_weights(seed, cap):
             expected[correction][row][is_trained] = value
     old_logps = case.old_logps.requires_grad_()
     engine_logps = case.engine_logps.requires_grad_()
-    for correction in CORRECTIONS:
+    for correction in IMPORTANCE_CORRECTIONS:
         weights = importance_weights(old_logps, engine_logps, case.mask, correction, cap)
         assert weights.shape == case.mask.shape and not weights.requires_grad
         torch.testing.assert_close(weights * case.mask, expected[correction])
