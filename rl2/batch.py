@@ -82,7 +82,9 @@ class Batch:
     rewards: Tensor  # [B, T] float32
     group: Tensor  # [B] int64
     trajectory: Tensor  # [B] int64
-    old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
+    # [B, T] of the old policy, to which the ratio is: that which starts the updates of the step, or
+    # that which sampled (`Sampling`). None: the only update of the step computes them itself.
+    old_logps: Tensor | None = None
     ref_logps: Tensor | None = None  # [B, T] of the reference model
     ages: Tensor | None = None  # [B, T] updates since the weights that sampled, if the loss asks
     teacher_logps: Tensor | None = None  # [B, T] of the teacher

@@ -195,7 +195,7 @@ class Worker:
             if teacher is not None:
                 stack.enter_context(teacher.passes())
             run_forward = partial(self._run_forward, batch, micro_batches)
-            for part in self.model.attachments if micro_batches else ():
+            for part in self.model.attachments:
                 # FSDP averages the gradients of its processes; this factor makes it a sum.
                 reported |= stack.enter_context(part.in_update(run_forward, self.mesh.fsdp.size()))
             for i, rows in enumerate(track(micro_batches), 1):

@@ -157,3 +157,9 @@ def test_the_text_model_alone_is_trained_and_stored_in_few_bits(tmp_path, name, 
     if changes == {"lora_rank": 3}:
         worker.export(str(tmp_path / "export"), make_tokenizer())
         check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
+
+
+def test_dropout_of_the_text_model_is_named(tmp_path, device, capsys):
+    name = save_family("gemma3", tmp_path / "model", attention_dropout=0.1)
+    Worker(worker_config(name), device, False, 4)
+    assert "dropout is off in training (attention_dropout=0.1)" in capsys.readouterr().out

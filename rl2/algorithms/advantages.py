@@ -38,7 +38,7 @@ class AdvantageInputs:
     reward_parts: Mapping[str, RewardPart]  # by name; the weighted sum is a trajectory's reward
     # The columns below are there if the estimator declares that it needs them.
     values: Tensor | None = None  # [B, T] of the critic
-    old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
+    old_logps: Tensor | None = None  # [B, T] of the old policy, see `Batch`
     teacher_logps: Tensor | None = None  # [B, T]
 
     @cached_property

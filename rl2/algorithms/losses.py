@@ -111,7 +111,7 @@ def token_weights(
     prompts that `group` [B] tells apart, of the token mean of all answers to each (ScaleRL,
     arXiv:2510.13786, section 3.2; equation 8 of DAPO). `constant`: the sum over tokens
     divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783). The weights of
-    `constant` do not sum to 1, and metrics weighted by them are not means.
+    `constant` do not sum to 1.
 
     Trajectories without a trained token do not count. If no token is trained, all weights are 0.
     """
@@ -140,7 +140,7 @@ class PolicyInputs:
     """
 
     logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
-    old_logps: Tensor  # [b, T] the trainer's, before the first update on this rollout
+    old_logps: Tensor  # [b, T] of the policy that the ratio is to, see `Batch`
     engine_logps: Tensor  # [b, T] the engine's, of the tokens that it sampled
     advantages: Tensor  # [b, T] 0 where the mask is 0
     mask: Tensor  # [b, T] float32, as all columns; 1 = trained
@@ -152,7 +152,7 @@ class PolicyInputs:
     # The columns below are there if the loss declares that it needs them.
     ref_logps: Tensor | None = None  # [b, T] the reference's
     # [b, T] how many updates older than the weights that start this step's updates those are that
-    # sampled the token: 0 unless rollout.partial carried it over from an earlier step
+    # sampled the token: above 0 with rollout.partial or rollout.num_processes
     ages: Tensor | None = None
 
     @cached_property

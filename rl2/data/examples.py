@@ -285,7 +285,7 @@ def describe_steps(examples: Mixture, num_steps: int) -> list[str]:
 
 @dataclass
 class DataCursor:
-    """How far a run is in its training examples. The only owner of the position."""
+    """How far a run is in its training examples, of which a collector gives some back."""
 
     examples: Mixture
     position: int = 0

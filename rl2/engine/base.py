@@ -79,7 +79,7 @@ class EngineSettings:
 
 
 class Engine(Protocol):
-    """Generates answers with the weights that the trainer sends. Every rank of the job has one.
+    """Generates answers with the weights that the trainer sends. Every rank that samples has one.
 
     The constructor takes one `EngineSettings`; all ranks call it. All ranks also call every verb
     but `generate` and `abort`, in the same order, from the main thread, while `loop` does not run

@@ -52,7 +52,7 @@ _verdicts: dict[tuple[str, bool], str | None] = {}
 def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
     """ValueError if rl2 computes another function than transformers for the model `name`.
 
-    Rank 0 tries it, in a second or two; all processes must call. The random state is unchanged.
+    Rank 0 tries it, in some seconds; all processes must call. The random state is unchanged.
     """
     verdict = None
     if dist.get_rank() == 0:

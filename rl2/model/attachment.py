@@ -37,7 +37,8 @@ class ModelSettings:
 class Attachment:
     """A feature that attaches to a model. It overrides what it needs; these methods do nothing.
 
-    The calls come in the order of the methods. All processes make them, but for `after_read`.
+    The first calls come in the order of the methods. All processes make them, but for `after_read`
+    and `change`.
     """
 
     repeats_prompts = False
@@ -54,7 +55,10 @@ class Attachment:
         raise NotImplementedError
 
     def after_read(self, hf: PreTrainedModel) -> None:
-        """On rank 0: `hf` has the weights of the files, and `attach` has not changed it."""
+        """On rank 0: `hf` is a second model, of the files, which `attach` has not seen.
+
+        What `attach` has added has to be added here too: all weights are taken from this one.
+        """
 
     def change(self, name: str, weight: Tensor) -> Tensor:
         """What is cut in the place of the whole weight `name`. On rank 0."""

@@ -37,7 +37,7 @@ class Dither(Attachment):
         return cls() if is_rounded and settings.config.dither_weights else None
 
     def change(self, name: str, weight: Tensor) -> Tensor:
-        if weight.dtype != torch.float32:  # of a frozen tower
+        if weight.dtype != torch.float32:  # what is frozen in bf16
             return weight
         return dither_(torch.initial_seed(), name, weight)
 

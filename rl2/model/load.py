@@ -64,9 +64,10 @@ def load_model(
 ) -> TokenModel:
     """Loads a Hugging Face causal LM, or a critic (its body with a scalar head), over `mesh`.
 
-    A trainable model keeps its parameters in fp32 and casts them to `settings.dtype` for compute; a
-    frozen one keeps them in that dtype. `exactness` asks for the bits of the embedded engine's, see
-    `TokenModel`.
+    A model that is trained whole keeps its parameters in fp32 and casts them to `settings.dtype`
+    for compute. A frozen one, and the base of adapters, keep them in that dtype. What else differs
+    is in the attachments (features.py). `exactness` asks for the bits of the embedded engine's, see
+    `TokenModel`. `source` is where models and weights come from, other than files in a memory plan.
 
     All processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
     weights that are incomplete.
@@ -159,7 +160,7 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
         return
     print(f"loading {name} ...")
     settings = []
-    for key, value in vars(config).items():
+    for key, value in vars(config.get_text_config()).items():
         if "drop" in key and isinstance(value, int | float) and value > 0:
             settings.append(f"{key}={value}")
     if settings and trainable:

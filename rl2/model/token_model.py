@@ -48,8 +48,9 @@ class TokenModel(nn.Module):
     probabilities of a token would be noise.
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
-    is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced. `attachments` are those of `hf`.
+    is off for a model that is cut over processes, and for one that cannot have them; ValueError if
+    they are demanded of the latter, and for a model whose head cannot be replaced. `attachments`
+    are those of `hf`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Models with towers: a text model that is trained, beside parts that see images or hear audio.
 
-Prompts are text, so a tower takes no part in training. It is loaded and frozen, and goes unchanged
-to the engine and into the exported folder, which the original class loads.
+Prompts are text, so a tower takes no part in training. It is loaded in the dtype of the computation
+and frozen, and goes to the engine and into the exported folder, which the original class loads.
 """
 
 import shutil
