@@ -148,7 +148,8 @@ def compose(
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             config, problems = finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
-        return config, [problem for problem in problems if not is_below(problem.key, elsewhere)]
+        left_out = tuple(f"{key}." for key in elsewhere)
+        return config, [it for it in problems if not f"{it.key}.".startswith(left_out)]
     except OverrideParseException as error:
         remedy = "close brackets, and quote a text with marks such as , = ( < !"
         text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
@@ -177,8 +178,3 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> tuple[Any, lis
         missing = [problem for problem in missing if problem.key != "data.path"]
     derive_keys(config, arguments.set_keys)
     return config, missing + validate(config, arguments.set_keys)
-
-
-def is_below(name: str, keys: Collection[str]) -> bool:
-    """Whether the name is one of the keys, or of a key below one of them."""
-    return any(f"{name}.".startswith(f"{key}.") for key in keys)

@@ -122,7 +122,10 @@ class MetricsLog:
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
         A step lasts from the line before its own, or from when this log was made, to its own line.
         """
-        hashes = self._hash_weights()
+        hashes = {}
+        if self.workers:
+            with self.phase("hash"):
+                hashes = hash_weights(self.workers)
         now = time.perf_counter()
         step_seconds = now - self.last_write
         self.last_write = now
@@ -155,12 +158,6 @@ class MetricsLog:
             for logger in self.loggers:
                 logger.log(step, line)
         self.last_write = time.perf_counter()
-
-    def _hash_weights(self) -> dict[str, str]:
-        if not self.workers:
-            return {}
-        with self.phase("hash"):
-            return hash_weights(self.workers)
 
     def close(self) -> None:
         if self.file is not None:
