@@ -45,12 +45,11 @@ def trust_region_with_kl(x: PolicyInputs, kl_coef: float = 1e-3) -> TokenLosses:
 
 
 def positive(x: PreferenceInputs, strength: float = 5.0) -> Tensor:
-    """-log sigmoid(beta (m - strength max(0, -chosen gain))): DPO-Positive (arXiv:2402.13228).
+    """-log sigmoid(beta (m - strength max(0, -chosen_gain))): DPO-Positive (arXiv:2402.13228).
 
     DPO may make both replies less likely, the rejected one more so. This holds the chosen one.
     """
-    assert x.gains is not None
-    lost = (-x.gains[::2]).clamp(min=0)
+    lost = (-x.chosen_gain).clamp(min=0)
     return -logsigmoid(x.beta * (x.margin - strength * lost))
 
 

@@ -407,11 +407,22 @@ class PreferenceInputs:
     # a step
     reference_point: Tensor | None = None
 
+    @property
+    def chosen_gain(self) -> Tensor:
+        """[P] the gain of the chosen reply."""
+        assert self.gains is not None
+        return self.gains[::2]
+
+    @property
+    def rejected_gain(self) -> Tensor:
+        """[P] the gain of the rejected reply."""
+        assert self.gains is not None
+        return self.gains[1::2]
+
     @cached_property
     def margin(self) -> Tensor:
-        """[P] the chosen minus the rejected gain."""
-        assert self.gains is not None
-        return self.gains[::2] - self.gains[1::2]
+        """[P] chosen_gain - rejected_gain."""
+        return self.chosen_gain - self.rejected_gain
 
     @cached_property
     def mean_margin(self) -> Tensor:

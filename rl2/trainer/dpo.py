@@ -60,10 +60,11 @@ def preference_loss(
     """The loss on whole sequences [b, T]. In pairs the rejected reply follows the chosen one.
 
     Metrics: those of `pair_metrics` or `label_metrics` for the rewards beta * sum(logp - ref_logp),
-    of single replies less beta * z0, the `reference_point`, which is logged too; kl, the k3
-    estimate of KL(reference || policy) on the tokens of the replies, as though the reference had
-    written them. Without a reference the rewards are beta * mean(logp), and there is no kl.
-    chosen_loss is the mean of -logp over the tokens of the chosen reply, which sft_coef weighs.
+    of single replies less beta * z0 where the loss needs the `reference_point` z0, which is logged
+    too; kl, the k3 estimate of KL(reference || policy) on the tokens of the replies, as though the
+    reference had written them. Without a reference the rewards are beta * mean(logp), and there is
+    no kl. chosen_loss is the mean of -logp over the tokens of the chosen reply, which sft_coef
+    weighs.
     """
     declared = find_preference_loss(config.loss)
     logps, ref_logps, weights = scores.logps, batch.ref_logps, batch.token_weights
@@ -80,10 +81,11 @@ def preference_loss(
     else:
         labels = batch.label > 0
         z0 = batch.reference_point
-        if z0 is None:
-            z0 = torch.zeros_like(rewards)
-        loss_weights, metrics = losses.label_metrics(rewards - config.beta * z0, weights, labels)
-        metrics["reference_point"] = (z0 * loss_weights).sum()
+        if z0 is not None:
+            rewards = rewards - config.beta * z0
+        loss_weights, metrics = losses.label_metrics(rewards, weights, labels)
+        if z0 is not None:
+            metrics["reference_point"] = (z0 * loss_weights).sum()
     if ref_logps is not None:
         kl = losses.kl_estimate(ref_logps, logps.detach(), "k3")
         metrics["kl"] = (kl * weights).sum()
