@@ -132,7 +132,6 @@ class Sandbox:
     def __init__(
         self, files: Files | str | Path, limits: Limits | None = None, strength: str = ""
     ) -> None:
-        check_platform()
         self.limits = limits or Limits()
         self._errors = tempfile.TemporaryFile()  # what the launcher prints if it fails
         self._outputs: tuple[IO[bytes], IO[bytes]]
@@ -192,15 +191,6 @@ class Sandbox:
         self.close()
 
 
-def check_platform() -> None:
-    """RuntimeError if sandboxes cannot work on this system."""
-    if sys.platform != "linux":
-        raise RuntimeError(
-            f"sandboxes need Linux, and this is {sys.platform}: run in a container or a virtual "
-            "machine of Linux"
-        )
-
-
 @contextmanager
 def free_core() -> Iterator[None]:
     """Waits until one of the cores that this process may use is free, and keeps it."""
@@ -229,7 +219,11 @@ def best_strength() -> str:
 
     A process that this one starts inherits the answer.
     """
-    check_platform()
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"sandboxes need Linux, and this is {sys.platform}: run in a container or a virtual "
+            "machine of Linux"
+        )
     strength = os.environ.get(INHERITED) or next(filter(works, STRENGTHS), None)
     if strength is None:
         raise RuntimeError("no sandbox works on this machine: docs/rewards.md says what they need")
