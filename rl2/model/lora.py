@@ -93,17 +93,21 @@ class Adapters(Attachment):
         What is stored in 4 bits is dequantised. One at a time is read, with its adapter.
         """
         layers = _adapted_layers(hf)
+        quantized = {layer.weight: layer for layer in self.quantized.values()}
 
-        def read_merged(name: str, parameter: nn.Parameter) -> DTensor:
-            weight = read(parameter)
-            if name in self.quantized:
-                weight = self.quantized[name].dequantized(weight)
-            layer = layers.get(name.removesuffix(f"{BASE}weight"))
-            return weight if layer is None else _merge(weight, layer, read)
+        def read_weight(parameter: nn.Parameter) -> DTensor:
+            layer = quantized.get(parameter)
+            return read(parameter) if layer is None else layer.dequantized(read(parameter))
 
         for name, parameter in track(list(hf.named_parameters()), "weights"):
-            if not is_adapter(name):
-                yield name.replace(BASE, "."), read_merged(name, parameter)
+            if is_adapter(name):
+                continue
+            hf_name = name.replace(BASE, ".")
+            layer = layers.get(name.removesuffix(f"{BASE}weight"))
+            if layer is None:
+                yield hf_name, read_weight(parameter)
+            else:
+                yield hf_name, _merge(parameter, layer, read_weight)
 
     def save(self, hf: PreTrainedModel, folder: str, read: Read) -> None:
         """Writes what is trained as FOLDER/adapter for `peft.PeftModel.from_pretrained(model,
@@ -232,8 +236,8 @@ def _adapted_layers(hf) -> dict[str, Any]:
     return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
 
 
-def _merge(weight: DTensor, layer: Any, read: Read) -> DTensor:
-    """W + scale B A of an adapted layer, in fp32. `read` gives A and B on the device.
+def _merge(parameter: nn.Parameter, layer: Any, read: Read) -> DTensor:
+    """W + scale B A of an adapted layer, in fp32.
 
     W and B are cut by the same rows, and tensor parallelism may cut W and A by the same columns. So
     each process merges its own part.
@@ -243,7 +247,7 @@ def _merge(weight: DTensor, layer: Any, read: Read) -> DTensor:
     a = shard.redistribute(placements=whole_rows).to_local()  # [rank, local columns]
     b = read(layer.lora_B[ADAPTER].weight).to_local()  # [local rows, rank]
     delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, local columns]
-    merged: Any = weight.to(torch.float32, copy=True)
+    merged: Any = read(parameter).to(torch.float32, copy=True)
     rows = merged.to_local()
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
     rows.copy_(torch.where(delta == 0, rows, rows + delta))
