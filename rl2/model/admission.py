@@ -25,7 +25,7 @@ from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.model.attachment import ModelSettings
-from rl2.model.classes import AutoClass, language_model_class
+from rl2.model.classes import AutoClass, idle_parts, language_model_class
 from rl2.model.features import attach_all
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 from rl2.model.token_model import TokenModel
@@ -122,10 +122,16 @@ def make_plain(model_class: AutoClass, config: PreTrainedConfig) -> PreTrainedMo
 
 
 def _randomise(hf: PreTrainedModel) -> None:
-    """Random values for weights and buffers, also for those that begin as 0 or 1."""
+    """Random values for weights and buffers, also for those that begin as 0 or 1.
+
+    Not for those of towers, which nothing reads.
+    """
     buffers = [buffer for _, buffer in persistent_buffers(hf)]
+    idle: set[int] = set()
+    for tower in idle_parts(hf):
+        idle.update(map(id, tower.state_dict(keep_vars=True).values()))
     for tensor in list(hf.parameters()) + buffers:
-        if not tensor.is_floating_point():
+        if id(tensor) in idle or not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape)
         if tensor.dim() >= 2:
