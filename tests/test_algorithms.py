@@ -685,6 +685,21 @@ def test_kto(seed):
     check_loss(logps, found, expected, expected_metrics)
 
 
+def test_a_loss_of_single_replies_without_a_reference(monkeypatch):
+    """The sum of log-probabilities is trained; the reward is beta times their mean."""
+    case = SimpleNamespace(
+        logps=torch.tensor([[-1.0, -3.0, -9.0], [-2.0, -9.0, -9.0]], requires_grad=True),
+        mask=torch.tensor([[1.0, 1, 0], [1, 0, 0]]),
+        label=torch.tensor([0.0, 1.0]),
+    )
+    case.weights = case.mask / case.mask.sum(1, keepdim=True) / 2
+    own = losses.PreferenceLoss(lambda x: -x.logps, needs=(), in_pairs=False)
+    monkeypatch.setitem(PREFERENCE_LOSSES, "kto", own)
+    found = preference_loss(case, "kto", beta=0.5)
+    metrics = {"reward": -1.0, "margin": 0.0, "accuracy": 0.5}
+    check_loss(case.logps, found, -(case.logps * case.mask).sum() / 2, metrics)
+
+
 def test_the_reference_point_by_hand():
     """The mean over rows of the sum over tokens, and never below 0."""
     logps = torch.tensor([[-1.0, -2.0, 9.0], [-1.0, -1.0, -1.0]], requires_grad=True)

@@ -125,7 +125,7 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
     "actor.loss": [
         (
             "lambda x: (x.logps.mean(), {})",
-            "of shape [] for inputs of shape [4, 4]: return",
+            "of shape [] in place of [4, 4]: return",
         ),
         ("lambda x: x.logps", "returned a Tensor, no pair: return (losses"),
         ("lambda x: (x.logps, {'logp': x.logps.mean()})", "the metric logp of shape []"),
@@ -150,9 +150,9 @@ OWN_FUNCTIONS = {  # by key: a function and a part of what is said; nothing is s
         ("Estimator(lambda x: (x.rewards, x.values), needs=('rewards', 'values'))", ""),
     ],
     "dpo.loss": [
-        ("lambda x: x.margin.sum()", "losses of shape [] for inputs of shape [2]"),
+        ("lambda x: x.margin.sum()", "losses of shape [] in place of [2]"),
         ("PreferenceLoss(lambda x: -x.gains, needs=())", "declares PreferenceLoss(function, needs"),
-        ("PreferenceLoss(lambda x: x.gains, in_pairs=True)", "losses of shape [4] for inputs of"),
+        ("PreferenceLoss(lambda x: x.gains, in_pairs=True)", "losses of shape [4] in place of [2]"),
         ("PreferenceLoss(lambda x: x.gains * x.labels, in_pairs=False)", ""),
         ("lambda x: (-x.beta * x.mean_margin).exp()", ""),
     ],

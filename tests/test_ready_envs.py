@@ -650,12 +650,22 @@ def test_a_reply_stays_quoted(attack, judge, judge_server):
 
 
 def test_requests_to_a_judge_are_limited(judge, judge_server):
-    """One that is refused is not sent again, and makes room for the next one."""
+    """A request has its place until it is answered.
+
+    One that is refused is not sent again, and makes room for the next one.
+    """
     judge.SLOTS = threading.BoundedSemaphore(1)
-    judge_server.answers += [(401, "", {})]
+    has_room = []
+
+    def answer():
+        has_room.append(judge.SLOTS.acquire(blocking=False))
+        return 200, "SCORE: 10", {}
+
+    judge_server.answers += [(401, "", {}), answer]
     with pytest.raises(urllib.error.HTTPError, match="401"):
         judged(judge, "bad")
-    assert judged(judge, "good") == 1.0 and len(judge_server.requests) == 2
+    assert judged(judge, "good") == 1.0 and has_room == [False]
+    assert len(judge_server.requests) == 2
     judge.DEADLINE_SECONDS = 0.0
     with judge.SLOTS, pytest.raises(TimeoutError, match="all requests at a time are in use"):
         judged(judge, "another")

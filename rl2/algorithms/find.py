@@ -99,8 +99,8 @@ def _file_of(name: str) -> Path:
     return Path(name.rpartition(":")[0]).expanduser().resolve()
 
 
-# The rows of a trial: two prompts with two answers each, the second two of equal rewards. Inputs
-# that the function does not need are None.
+# The rows of a trial: two prompts with two answers each, the second two of equal rewards. Functions
+# get copies, which they may change, and None for inputs that they do not need.
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])
 GROUP = torch.tensor([0, 0, 1, 1])
 TRAJECTORY = torch.arange(4)
@@ -112,15 +112,15 @@ def _try_estimator(declared: Estimator, file: Path) -> None:
     needs = declared.needs
     inputs = AdvantageInputs(
         rewards=REWARDS[:, None] * MASK,
-        mask=MASK,
-        group=GROUP,
-        trajectory=TRAJECTORY,
+        mask=MASK.clone(),
+        group=GROUP.clone(),
+        trajectory=TRAJECTORY.clone(),
         gamma=1.0,
         lamda=1.0,
         norm_var=True,
-        reward_parts={"reward": RewardPart(REWARDS, 1.0)},
+        reward_parts={"reward": RewardPart(REWARDS.clone(), 1.0)},
         values=0.3 * MASK if "values" in needs else None,
-        old_logps=LOGPS if "old_logps" in needs else None,
+        old_logps=LOGPS.clone() if "old_logps" in needs else None,
         teacher_logps=2 * LOGPS if "teacher_logps" in needs else None,
     )
     advantages = _call(declared, inputs, file)
@@ -138,13 +138,13 @@ def _try_policy_loss(declared: PolicyLoss, file: Path) -> None:
         old_logps=2 * LOGPS,
         engine_logps=2 * LOGPS,
         advantages=torch.tensor([0.5, -0.5, 0, 0])[:, None] * MASK,
-        mask=MASK,
-        group=GROUP,
-        trajectory=TRAJECTORY,
+        mask=MASK.clone(),
+        group=GROUP.clone(),
+        trajectory=TRAJECTORY.clone(),
         clip=0.2,
         clip_high=0.2,
         ref_logps=3 * LOGPS if "ref_logps" in declared.needs else None,
-        ages=MASK if "ages" in declared.needs else None,
+        ages=MASK.clone() if "ages" in declared.needs else None,
     )
     wanted = "(losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
     losses, metrics = _pair(_call(declared, inputs, file), wanted)
@@ -181,7 +181,10 @@ def _try_preference_loss(declared: PreferenceLoss, file: Path) -> None:
     losses = _call(declared, inputs, file)
     like = logps[::2] if declared.in_pairs else logps
     _check_tensor(
-        "losses", losses, like, "the loss of each pair [P], or of each labelled reply [R]"
+        "losses",
+        losses,
+        like,
+        "the loss of each pair [P], or of each reply [R] if it is declared with in_pairs=False",
     )
     _finite_gradient(losses, logps)
 
@@ -210,7 +213,7 @@ def _check_tensor(what: str, values: object, like: Tensor, wanted: str) -> None:
     if not isinstance(values, Tensor):
         found = f"of type {type(values).__name__}"
     elif values.shape != like.shape:
-        found = f"of shape {list(values.shape)} for inputs of shape {list(like.shape)}"
+        found = f"of shape {list(values.shape)} in place of {list(like.shape)}"
     elif not values.isfinite().all():
         found = "that are not finite"
     else:

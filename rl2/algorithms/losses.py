@@ -140,7 +140,7 @@ class PolicyInputs:
     """
 
     logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
-    old_logps: Tensor  # [b, T] of the policy that the ratio is to, see `Batch`
+    old_logps: Tensor  # [b, T] of the old policy: that before the updates, or that which sampled
     engine_logps: Tensor  # [b, T] the engine's, of the tokens that it sampled
     advantages: Tensor  # [b, T] 0 where the mask is 0
     mask: Tensor  # [b, T] float32, as all columns; 1 = trained
@@ -390,6 +390,7 @@ def value_loss(
 class PreferenceInputs:
     """The input of a preference loss: R replies. Of P pairs, each rejected one follows the chosen.
 
+    So x[::2] are those of the chosen replies, and x[1::2] those of the rejected ones.
     Log-probabilities are sums over the tokens of a reply.
     """
 

@@ -187,7 +187,12 @@ def explain_unused(config: Config, name: str) -> str:
             return f"with adv.estimator={estimator}, where it is the whole advantage"
         if name == "kl.update_freq" and not needs_reference(config):
             return "with kl.coef=0"
-    return explain_setting(config, name)
+    if reason := explain_setting(config, name):
+        return reason
+    is_weight = name in ("dpo.desirable_weight", "dpo.undesirable_weight")
+    if isinstance(config, DPOConfig) and is_weight and compares_pairs(config):
+        return f"with dpo.loss={config.dpo.loss}, which compares pairs"
+    return ""
 
 
 def explain_setting(config: Config, name: str) -> str:

@@ -285,7 +285,10 @@ def describe_steps(examples: Mixture, num_steps: int) -> list[str]:
 
 @dataclass
 class DataCursor:
-    """How far a run is in its training examples, of which a collector gives some back."""
+    """How far a run is in its training examples.
+
+    A collector moves it back over prompts whose groups it does not keep.
+    """
 
     examples: Mixture
     position: int = 0

@@ -107,7 +107,7 @@ def same_choice(field: str | None, answer: str) -> bool:
     return choice is not None and choice[1].upper() == expected[1].upper()
 
 
-def same_maths(field: str | None, answer: str, asked: str = "") -> bool:
+def same_maths(field: str | None, answer: str, *, asked: str = "") -> bool:
     r"""Returns whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
@@ -262,7 +262,7 @@ def _check_math_verify() -> None:
 
 @lru_cache(CACHE_SIZE)
 def _ask_math_verify(field: str, answer: str, decimals: int | None = None) -> bool:
-    """Returns the verdict on a field; the answer may be rounded. Equal requests are asked once."""
+    """Returns the verdict on a field, by numbers of `decimals` places. It is asked once."""
     request = json.dumps([field, answer, CPU_SECONDS, decimals])
     return _pool(os.getpid()).submit(_ask_process, request).result()
 

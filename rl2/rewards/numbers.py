@@ -70,14 +70,22 @@ OPERATORS: dict[type, Callable] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-MEASURES: dict[str, tuple[str, str]] = {}  # each spelling of a measure -> (dimension, unit)
-SIZES: dict[str, Fraction] = {}  # a unit -> its size, in one unit of its dimension
-for dimension, measures in WORDS["measures"].items():
-    for names, size in measures.items():
-        spellings = names.split()
-        MEASURES |= dict.fromkeys(spellings, (dimension, spellings[0]))
-        if size:
-            SIZES[spellings[0]] = Fraction(size)
+
+
+def _read_measures() -> tuple[dict[str, tuple[str, str]], dict[str, Fraction]]:
+    """(the dimension and unit of each spelling of a measure, the sizes of units)."""
+    units: dict[str, tuple[str, str]] = {}
+    sizes: dict[str, Fraction] = {}
+    for dimension, measures in WORDS["measures"].items():
+        for names, size in measures.items():
+            spellings = names.split()
+            units |= dict.fromkeys(spellings, (dimension, spellings[0]))
+            if size:
+                sizes[spellings[0]] = Fraction(size)
+    return units, sizes
+
+
+MEASURES, SIZES = _read_measures()
 AMOUNT = re.compile(r"([$€£]?)(\d[\d,]*(?:\.\d+)?) ?([a-z]*|¢)(?:,? and |,? |$)", re.IGNORECASE)
 MEASURE = re.compile(
     r"(?:(square|sq|cubic|cu)\b\.? ?)?([$€£¢]|(?<![a-z'])[a-z]+)"

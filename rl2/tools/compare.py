@@ -22,11 +22,13 @@ from rl2.run.records import find_steps, read_lines, read_object, step_of
 from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
+# fmt: off
 T_QUANTILES = (
-    "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
-    "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086 "
-    "2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042"
-).split()
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -166,4 +168,4 @@ def _t_quantile(variance: float, parts: list[tuple[float, int]]) -> float:
     """Student's 0.975 for a variance of parts with degrees of freedom (Satterthwaite, 1946)."""
     terms = sum(part**2 / degrees for part, degrees in parts)
     degrees = max(1, int(variance**2 / terms)) if terms else len(T_QUANTILES) + 1
-    return float(T_QUANTILES[degrees - 1]) if degrees <= len(T_QUANTILES) else 1.96
+    return T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else 1.96

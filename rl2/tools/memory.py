@@ -233,7 +233,9 @@ def full_batch(
     batch.token_weights = batch.mask.float()
     batch.trajectory = torch.arange(count)
     batch.group = batch.trajectory // row_multiple
-    batch.pair_margin = batch.label = batch.reference_point = torch.zeros(count)
+    batch.pair_margin = torch.zeros(count)
+    batch.label = torch.zeros(count)
+    batch.reference_point = torch.zeros(count)
     return batch
 
 

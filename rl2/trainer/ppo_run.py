@@ -162,7 +162,8 @@ class PPORun:
     def sync(self, step: int) -> None:
         """Wakes the engine with the actor's weights of `step`.
 
-        Those of the first step of this launch are compared with the engine's.
+        They are compared with the engine's in the first step of this launch, and in every step with
+        rollout.check_weights.
         """
         self.sampling.wake()
         self._send_weights()
