@@ -1,15 +1,17 @@
 """Agents from outside: `run` of an env file, and the OpenAI-compatible address that it gets."""
 
 import asyncio
+import os
 import textwrap
 import threading
 import warnings
 from dataclasses import replace
+from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
 from common import pack_rows
-from env_helpers import describe, make_agent, play, trained_text
+from env_helpers import describe, load_text, make_agent, play, trained_text
 from scripted import PARAMS, ScriptedEngine, make_row, process_group  # noqa: F401
 
 from rl2.agents.endpoint import LOCAL_HOST, MAX_BODY_BYTES, Endpoint
@@ -374,6 +376,20 @@ def test_an_engine_that_aborts_ends_its_agents(tmp_path):
     with pytest.raises(AssertionError, match="cancelled"):
         collector.play(prompts, PARAMS, 1, "train", 1)
     assert player.failures.count == 0 and not player.endpoint.addresses
+
+
+def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
+    """Preflight starts them."""
+    env = """
+        import os
+        def run(base_url): ...
+        def reward_fn(messages): return float("OPENAI_API_KEY" in os.environ)
+    """
+    with mock.patch.dict("os.environ"):
+        os.environ.pop("OPENAI_API_KEY", None)
+        env = load_text(tmp_path, env, isolation="process")
+        assert asyncio.run(env.score([], make_row(0))) == {"reward": 1.0}
+    env.close()
 
 
 @pytest.mark.parametrize("host", [LOCAL_HOST, "0.0.0.0"])

@@ -373,3 +373,9 @@ def test_a_run_without_base_url_is_the_files_own(tmp_path):
         tmp_path, "def run(text): return text\ndef reward_fn(messages): return len(run('ab'))"
     )
     assert env.spec.run is None and score(env) == {"reward": 2.0}
+
+
+def test_row_without_a_needed_column_costs_its_trajectory_only():
+    assert "reward_fn needs level" in str(
+        failure(env_of(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
+    )

@@ -307,3 +307,14 @@ def test_arguments_that_no_process_can_get_cost_their_call(load):
     env = load("def reward_fn(messages, value): return value")
     assert "a process cannot get its arguments" in failure(env, value=(i for i in range(3)))
     assert call(env, value=2) == {"reward": 2.0}
+
+
+def test_a_hanging_process_does_not_delay_those_that_are_free(load):
+    """Calls of a new trajectory go to any process that is free."""
+    env = load(STATEFUL, timeout=1, concurrency=2)
+    call_together(env, [(i, {"name": i}) for i in range(2)])
+    calls = [(0, {"name": 0, "fault": "hang"}), *((i, {"name": i}) for i in range(2, 12))]
+    hung, *others = call_together(env, calls)
+    assert "did not return" in str(hung)
+    assert all(parts["count"] == 1 for parts in others)
+    assert len({parts["process"] for parts in others}) == 1

@@ -238,11 +238,11 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     options = {"shapes": [shape], "params": params}
     collector = make_collector(tmp_path, [1, 2], {}, 2, filter=SOME, max_refills=1, **options)
     collector.player.engine.lengths = {0: 18, 1: 18}
-    collector.player.reward_weights = {"overlong": 1.0}  # which may be weighted, too
+    collector.player.reward_weights = {"overlong": 0.5}
     trajectories = collector.collect(1)
     right, wrong, *filtered = trajectories[:4]
-    assert right.rewards == {"right": 1.0, "overlong": -0.2} and right.reward == 0.8
-    assert wrong.reward == -0.2 and list(wrong.samples[0].rewards)[-1] == pytest.approx(-0.2)
+    assert right.rewards == {"right": 1.0, "overlong": -0.2} and right.reward == 0.9
+    assert wrong.reward == -0.1 and list(wrong.samples[0].rewards)[-1] == pytest.approx(-0.1)
     assert [t.is_rejected for t in filtered] == [True, True], "by the reward without the penalty"
     assert all(t.rewards["overlong"] == -0.2 for t in filtered), "the metric is of all groups"
 

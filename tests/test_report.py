@@ -452,6 +452,14 @@ def test_what_the_user_calls_success_is_large(line, score, large):
     assert list(find_headlines([{"step": 0}, line], score)) == large
 
 
+def test_many_test_sets_are_not_all_large():
+    names = {f"test/set_{i}/reward/mean": 0.5 for i in range(20)}
+    headlines = find_headlines([REWARDED | names], None)
+    assert (
+        len(headlines) == page.MAX_HEADLINES and headlines["test/set_0/reward/mean"] == "on set_0"
+    )
+
+
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     def refuse(*arguments):
         assert run_main(report_command.main, *arguments) == 2

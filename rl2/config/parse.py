@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, read_arguments
@@ -125,10 +125,16 @@ def store_config(root: type, arguments: Arguments) -> None:
 
 def nested(values: dict[str, object]) -> DictConfig:
     """The config of dotted keys. An entry of a map replaces a plain value."""
-    tree = OmegaConf.create()
+    tree: dict[str, Any] = {}
     for name, value in values.items():
-        OmegaConf.update(tree, name, value)
-    return tree
+        *path, last = name.split(".")  # OmegaConf.update would also split at brackets
+        branch = tree
+        for part in path:
+            if not isinstance(branch.get(part), dict):
+                branch[part] = {}
+            branch = branch[part]
+        branch[last] = value
+    return OmegaConf.create(tree)
 
 
 def compose(
@@ -149,7 +155,9 @@ def compose(
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             config, problems = finish(root, hydra.compose(PRIMARY, arguments.words), arguments)
         left_out = tuple(f"{key}." for key in elsewhere)
-        return config, [it for it in problems if not f"{it.key}.".startswith(left_out)]
+        return config, [
+            problem for problem in problems if not f"{problem.key}.".startswith(left_out)
+        ]
     except OverrideParseException as error:
         remedy = "close brackets, and quote a text with marks such as , = ( < !"
         text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
@@ -170,7 +178,7 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> tuple[Any, lis
     missing = []
     names = OmegaConf.missing_keys(tree)
     for name, key in schema_keys(root).items():
-        if name in names:
+        if key.default == MISSING and name in names:
             missing.append(Problem(name, f"{name} is missing: {key.help}"))
             OmegaConf.update(tree, name, "")
     config: Any = OmegaConf.to_object(tree)

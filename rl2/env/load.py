@@ -245,7 +245,7 @@ async def play_reply(
 ) -> dict[str, float]:
     """Returns the reward parts of a conversation of one reply.
 
-    EnvError if one of its calls fails, other than `close`, whose failure costs nothing in a run.
+    EnvError if one of its calls fails.
     """
     inputs = TRIAL_INPUTS | {"num_tokens": min(MAX_TRIAL_TOKENS, len(reply) // 4 + 1)}
     parts = {}
@@ -256,7 +256,9 @@ async def play_reply(
             turn = await env.answer(messages, row, key, inputs)
             parts["turns"] = turn.reward
         add_parts(parts, await env.score(messages, row, key, inputs))
-    finally:
-        with contextlib.suppress(EnvError):
+    except EnvError:
+        with contextlib.suppress(EnvError):  # which would hide the first one
             await env.end(key)
+        raise
+    await env.end(key)
     return parts

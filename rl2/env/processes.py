@@ -23,7 +23,9 @@ from rl2.env.threads import LoopThread
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
-ENDING_SECONDS = 10.0  # to wait for a killed process, which may hang, as on a lost disk
+# How often to look whether a killed process has ended. It may hang, as on a lost disk.
+ENDING_LOOKS = 1000
+LOOK_SECONDS = 0.01
 
 
 class EnvProcess:
@@ -70,13 +72,15 @@ class EnvProcess:
             answer += received
         return json.loads(answer)
 
-    def end(self) -> str:
+    async def end(self) -> str:
         """Kills the process and those that it has started. Returns how it ended."""
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING_SECONDS)
+        for _ in range(ENDING_LOOKS):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
         status = self._process.returncode or 0
         if status < 0:
             return f"signal {-status} ({signal.strsignal(-status)})"
@@ -164,7 +168,7 @@ class ProcessPool:
         try:
             await self._ask(process, name, b"", IMPORT_SECONDS, f"{IMPORT_SECONDS:g} s")
         except EnvError:
-            self._end(process)
+            await self._end(process)
             raise
         process.has_imported = True
 
@@ -179,25 +183,25 @@ class ProcessPool:
             with expecting(seconds):
                 answer = await asyncio.wait_for(process.ask(request), seconds)
         except asyncio.CancelledError:
-            self._end(process)
+            await self._end(process)
             raise
         except TimeoutError:
-            self._end(process)
+            await self._end(process)
             raise LateError(f"{name} did not return within {limit}") from None
         except (OSError, ValueError):
-            raise EnvError(f"{name} ended its process: {self._end(process)}") from None
+            how = await self._end(process)
+            raise EnvError(f"{name} ended its process: {how}") from None
         if "reason" in answer:
             raise EnvError(answer["reason"], answer["kind"])
         return answer["value"]
 
-    def _end(self, process: EnvProcess) -> str:
+    async def _end(self, process: EnvProcess) -> str:
         """Ends a process. Returns how it ended."""
         if process not in self._processes:
             return ""
         self._processes.remove(process)
         self._lost |= process.keys
-        return process.end()
+        return await process.end()
 
     async def _end_all(self) -> None:
-        for process in list(self._processes):
-            self._end(process)
+        await asyncio.gather(*map(self._end, list(self._processes)))

@@ -19,6 +19,7 @@ from rl2.report.learning import find_lack_of_learning
 from rl2.run.records import NOT_METRICS, Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
 
+MAX_HEADLINES = 6  # with more test sets, the others are among the curves
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
 ROLLOUT_BYTES = 16_000_000  # of the answers of all runs
@@ -87,7 +88,7 @@ def find_headlines(lines: list[Record], score: str | None) -> dict[str, str]:
     for test_set, metric in held_out_results(known, score):
         name = f"test/{test_set}/{metric}" if test_set else f"test/{metric}"
         headlines[name] = f"on {test_set or 'held-out rows'}"
-    return headlines
+    return dict(list(headlines.items())[:MAX_HEADLINES])
 
 
 def _gather_warnings(lines: list[Record]) -> list[Record]:
@@ -111,7 +112,12 @@ def _read_rollouts(splits: dict[str, list[Path]], num_bytes: int) -> list[Record
     files: list[Path] = []
     for steps in splits.values():
         files += spread(steps, MAX_STEPS)
-    return [_read_step(path, num_bytes // len(files)) for path in files]
+    shown: list[Record] = []
+    for path in files:
+        share = num_bytes // (len(files) - len(shown))  # small steps leave room for others
+        shown.append(_read_step(path, share))
+        num_bytes -= len(to_json(shown[-1]))
+    return shown
 
 
 def _read_step(path: Path, num_bytes: int) -> Record:

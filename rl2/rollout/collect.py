@@ -116,9 +116,10 @@ class Collector:
         own = [trajectory for group in used.values() for trajectory in group.trajectories]
         trajectories = self._gather(own, "train", step)
         board.clear()  # every process has gathered, so none reads it any more
+        env_parts = {name for t in trajectories for name in t.rewards}
         for shape in self.shapes:
             shape(trajectories)
-        self._check_part_names(trajectories)
+        self._check_part_names(trajectories, env_parts)
         place_rewards(trajectories)
         self.cursor.rows_done += num_needed
         return trajectories
@@ -136,14 +137,17 @@ class Collector:
         """
         return []
 
-    def _check_part_names(self, trajectories: list[Trajectory]) -> None:
-        """ValueError if the first rewards do not have the parts that keys name."""
+    def _check_part_names(self, trajectories: list[Trajectory], env_parts: set[str]) -> None:
+        """ValueError if the first rewards do not have the parts that keys name.
+
+        The score is one of `env_parts`: groups are filtered by it before other parts are added.
+        """
         if self.part_names:
             return
         self.part_names = {name for t in trajectories for name in t.rewards}
         for name in sorted(self.player.reward_weights):
             check_part_name(f"rollout.reward_weights.{name}", name, self.part_names)
-        check_part_name(f"rollout.score={self.player.score}", self.player.score, self.part_names)
+        check_part_name(f"rollout.score={self.player.score}", self.player.score, env_parts)
 
     @property
     def rows_done(self) -> int:

@@ -15,9 +15,9 @@ _rollout_numbers = itertools.count()  # every process counts the same rollouts
 class GroupSchedule:
     """Decides which groups of a rollout may start and which ones the step uses.
 
-    It knows no store and no engine, only the numbers of groups, which are in the order of their
-    prompts. The step uses the first `num_needed`, and as many as `num_ahead` more may start for the
-    next step. filter.py has a schedule that also uses groups without training them.
+    It decides by the numbers of groups, which are in the order of their prompts, and knows no store
+    and no engine. The step uses the first `num_needed`, and as many as `num_ahead` more may start
+    for the next step. filter.py has a schedule that also uses groups without training them.
     """
 
     num_needed: int

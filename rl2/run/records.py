@@ -122,15 +122,17 @@ class MetricsFile:
         for number, text in enumerate(texts, 1):
             if not text.strip():
                 continue
+            problem = "it has no step"
             try:
                 line = json.loads(text)
-                int(line["step"])
-            except (ValueError, LookupError, TypeError) as error:
-                if number < len(texts):  # what follows the last line feed is the torn line
-                    reason = f"line {number} is no step ({error}): restore or delete this line"
-                    raise DamagedFile(self.path, reason) from error
-            else:
+            except ValueError as error:
+                line, problem = None, str(error)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
+            elif number < len(texts):  # what follows the last line feed is the torn line
+                raise DamagedFile(
+                    self.path, f"line {number}: {problem}; restore or delete this line"
+                )
         return lines
 
     def replace(self, lines: list[Record]) -> None:

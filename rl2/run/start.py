@@ -35,8 +35,7 @@ OF_MODELS = """
 model_name lora_rank lora_alpha lora_targets adapter quantize_base freeze_router
 router_aux_loss_coef optimizer
 """.split()
-for _name in OF_MODELS:
-    EXPERIMENT += [f"actor.{_name}", f"critic.{_name}"]
+EXPERIMENT += [f"actor.{name}" for name in OF_MODELS] + [f"critic.{name}" for name in OF_MODELS]
 LENGTH = ("trainer.n_epochs", "trainer.max_steps")  # how far a run goes
 
 Changes = dict[str, str]  # since an earlier run: key -> its old and new value, in words
@@ -119,7 +118,7 @@ def find_start(config: Config, identity: RunIdentity) -> Start:
         lacks_test=is_own and not any(name.startswith("test/") for name in metrics_of_step),
         is_complete=run_record.get("is_complete", False) and model_step == step,
         model_step=model_step,
-        best=Best(**best) if best else None,
+        best=Best(best["metric"], best["step"], best["value"]) if best else None,
         best_model_step=best_model.get("step", NO_STEP),
         updates=record.get("updates", {}),
     )
