@@ -155,10 +155,24 @@ def test_zigzag_follows_its_definition_and_balances_causal_attention():
             assert torch.equal(part.positions[0], expected)
 
 
+def place_by_definition(units, num_bins, budget):
+    """What `_place_units` promises: each unit in the first bin of least cost with room for it."""
+    bins = [packing.Bin() for _ in range(num_bins)]
+    for unit in units:
+        with_room = [bin_ for bin_ in bins if bin_.tokens + unit.tokens <= budget]
+        if not with_room:
+            return None
+        cheapest = min(with_room, key=lambda bin_: bin_.cost)
+        cheapest.cost += unit.cost
+        cheapest.tokens += unit.tokens
+        cheapest.rows += unit.rows
+    return sorted(bins, key=lambda bin_: -bin_.cost)
+
+
 def fill_by_definition(units, num_ranks, budget, kind):
     """What `_fill_bins` promises: one more micro-batch is tried until all units have room."""
     units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
-    tries = (packing._place_units(units, n * num_ranks, budget) for n in count(1))
+    tries = (place_by_definition(units, n * num_ranks, budget) for n in count(1))
     return next(bins for bins in tries if bins is not None)
 
 

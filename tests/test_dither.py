@@ -1,10 +1,12 @@
 """Weights at random places of their rounding cells."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_model
-from parity import make_batch, policy_loss, worker_config
+from common import launch, make_model
+from parity import make_batch, policy_loss, save_layouts, worker_config
 from transformers import AutoModelForCausalLM
 
 from rl2.model.dither import dither_
@@ -90,6 +92,35 @@ def test_a_dithered_worker_starts_with_the_stored_model(stored_in_bf16):
     computed_in_fp32 = make_worker(stored_in_bf16, dtype="float32", dither_weights=True)
     for name, weight in weights_of(computed_in_fp32, torch.float32).items():
         assert same_bits(weight, rounded[name].float())
+
+
+LAYOUTS = {
+    "fsdp": {},
+    "copies": {"fsdp_size": 1},
+    "tp": {"tp_size": 2},
+    "sp": {"sp_size": 2},
+    "offload": {"offload_model": True, "offload_optimizer": True},
+}
+
+
+def start(name, **changes):
+    """The float32 weights at the start."""
+    worker = make_worker(name, dtype="bfloat16", dither_weights=True, **changes)
+    return weights_of(worker, torch.float32)
+
+
+if __name__ == "__main__":  # a process of the test below
+    save_layouts(start, LAYOUTS, *sys.argv[1:])
+
+
+def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
+    launch(2, __file__, stored_in_bf16, tmp_path / "results")
+    results = torch.load(tmp_path / "results")
+    assert results.keys() == LAYOUTS.keys()
+    expected = start(stored_in_bf16)
+    for layout, weights in results.items():
+        assert weights.keys() == expected.keys()
+        assert all(same_bits(weights[key], expected[key]) for key in weights), layout
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"dither_weights": True}])

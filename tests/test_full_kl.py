@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,18 @@ def test_no_logits_of_all_tokens_are_kept(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
         full_kl(make_head(8), make_head(12))
     assert max(saved) < NUM_PAIRS * VOCABULARY
+
+
+def test_the_teachers_hidden_states_are_freed_after_the_backward_pass():
+    """The loss of a micro-batch is kept until that of the next one is there."""
+    teacher = make_head(4)
+    teacher = replace(teacher, hidden=2 * teacher.hidden.detach())
+    hidden = weakref.ref(teacher.hidden)
+    loss = full_kl(make_head(6), teacher).sum()
+    del teacher
+    assert hidden() is not None
+    loss.backward()
+    assert hidden() is None and loss.requires_grad
 
 
 def reference(policy, teacher):

@@ -97,8 +97,8 @@ class Engine(Protocol):
     max_running_requests: int
     """requests that this engine decodes at a time"""
     version: int | None
-    """of the weights, 0 at the start; None: a load failed, and a complete one has to follow, or
-    adapters have no values yet"""
+    """of the weights, 0 at the start; None: weights have to be loaded first, since a load failed,
+    adapters have no values yet, or a sleep may have lost the weights"""
     loop: asyncio.AbstractEventLoop
     """runs `generate`; the caller runs it, one rollout at a time"""
 

@@ -27,13 +27,17 @@ class CheckpointFormat:
         # The names of the weights that have to be converted together, by each of them: files may
         # join several in one tensor. Weights that files hold as they are have no group.
         self.groups: dict[str, set[str]] = {}
+        # name in the model -> name in the files, of weights that are only renamed
+        self.renamed: dict[str, str] = {}
         sources: dict[str, set[str]] = {}  # of each tensor of the files
         for name, weight in weights.items():
             if in_files.get(name) is weight:
                 continue
             self.groups[name] = {name}
-            for file_name in revert_weight_conversion(model, {name: weight}):
+            for file_name, tensor in revert_weight_conversion(model, {name: weight}).items():
                 sources.setdefault(file_name, set()).add(name)
+                if tensor is weight:
+                    self.renamed[name] = file_name
         for names in sources.values():
             group: set[str] = set()
             for name in names:
@@ -51,6 +55,9 @@ class CheckpointFormat:
             group = self.groups.get(name)
             if group is None:
                 yield name, tensor
+                continue
+            if len(group) == 1 and name in self.renamed:
+                yield self.renamed[name], tensor
                 continue
             waiting[name] = tensor
             if group <= waiting.keys():

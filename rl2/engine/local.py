@@ -162,7 +162,9 @@ class LocalEngine(Engine):
         Requests with equal prompts share one prefill. Cancelling the call frees its slot.
         """
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
-        assert self.version is not None, "the weights are incomplete: call load_weights first"
+        assert self.version is not None, (
+            "the weights are incomplete: call load_weights, after wake if the engine sleeps"
+        )
         vocabulary = self.model.get_input_embeddings().num_embeddings
         check_request(prompt, params, vocabulary, self.max_length)
         tokens = tuple(prompt)
@@ -292,6 +294,9 @@ class LocalEngine(Engine):
                 self.prompts.pop(request.prompt.tokens)
             if not request.future.done():
                 return request
+            if not request.prompt.num_waiting:  # the last one was cancelled
+                request.prompt.kv = None
+                request.prompt.states = {}
         return None
 
     def _new_cache(self) -> KVCache:

@@ -95,7 +95,7 @@ def rows_are_independent(model: PreTrainedModel, max_rows: int) -> bool:
     steps = list(range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE)) + [max_rows]
     sizes = list(steps)  # also of prefills: each about twice the one before
     while sizes[-1] < PREFILL_BATCH_TOKENS:
-        sizes.append(round_up(2 * sizes[-1], STEP_ROWS_MULTIPLE))
+        sizes.append(min(PREFILL_BATCH_TOKENS, round_up(2 * sizes[-1], STEP_ROWS_MULTIPLE)))
     for layer in linear_layers.values():
         compute = partial(head_logits, head) if layer is head else layer
         # A prefill has no logits.

@@ -37,8 +37,8 @@ class ModelSettings:
 class Attachment:
     """A feature that attaches to a model. It overrides what it needs; these methods do nothing.
 
-    The first calls come in the order of the methods. All processes make them, but for `after_read`
-    and `change`.
+    The first call of each method comes in the order in which they stand here. All processes make
+    them, but for `after_read` and `change`.
     """
 
     repeats_prompts = False

@@ -216,7 +216,7 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, settings, teacher, group):
         ctx.settings = settings
-        ctx.teacher = teacher
+        ctx.teacher_settings = teacher.settings
         ctx.group = group
         policy = HeadInputs(hidden, weight, settings, bias)
         sums = _SoftmaxSums(hidden)
@@ -234,19 +234,22 @@ class _FullKL(torch.autograd.Function):
             lse, _, difference = sum_softmax(lse, zeros, difference, group)
             teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, group)
         kl = difference - lse + teacher_lse
-        ctx.save_for_backward(hidden, weight, bias, lse, teacher_lse, kl)
+        of_teacher = (teacher.hidden, teacher.weight, teacher.bias)  # freed after the backward pass
+        ctx.save_for_backward(hidden, weight, bias, *of_teacher, lse, teacher_lse, kl)
         return kl
 
     @staticmethod
     def backward(ctx, d_kl):
-        hidden, weight, bias, lse, teacher_lse, kl = ctx.saved_tensors
+        hidden, weight, bias, *of_teacher, lse, teacher_lse, kl = ctx.saved_tensors
+        teacher_hidden, teacher_weight, teacher_bias = of_teacher
+        teacher = HeadInputs(teacher_hidden, teacher_weight, ctx.teacher_settings, teacher_bias)
         settings: LogitSettings = ctx.settings
         policy = HeadInputs(hidden, weight, settings, bias)
         scale = d_kl / settings.divisor
 
         def gradient_of(columns: slice) -> Tensor:
             z = policy.logits(columns)
-            y = ctx.teacher.logits(columns)
+            y = teacher.logits(columns)
             log_p = z - lse[:, None]
             log_q = y - teacher_lse[:, None]
             d_logits = log_p.exp() * (log_p - log_q - kl[:, None]) * scale[:, None]

@@ -89,7 +89,7 @@ class RecurrentLayers(Attachment):
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in MASKS:
                 inputs[name] = value
-        return self.run(lambda rows, cache: forward(**rows | {cache_name: cache}), inputs)
+        return self.run(lambda rows, cache: forward(**rows, **{cache_name: cache}), inputs)
 
 
 class PackedRows:
