@@ -22,13 +22,14 @@ from rl2.run.records import find_steps, read_lines, read_object, step_of
 from rl2.run.success import saved_score, score_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
-# fmt: off
-T_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)
-# fmt: on
+T_QUANTILES = [
+    float(quantile)
+    for quantile in (
+        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
+        "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086 "
+        "2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042"
+    ).split()
+]
 
 
 @dataclass(frozen=True)
