@@ -134,7 +134,7 @@ def resume_errors(first, config, device, batch, tokenizer) -> dict[str, float]:
         checkpoints.save(2, {"actor": first}, {})
         first.export(f"{folder}/export", tokenizer, with_optimizer=True)
         resumed = Worker(config, device, num_updates=10)
-        checkpoints.load(checkpoints.path(2), {"actor": resumed}, saved_by=1)
+        checkpoints.load(checkpoints.path(2), {"actor": resumed}, saved_by=1, hashes={})
         exported = replace(config, model_name=f"{folder}/export", optimizer_dir=f"{folder}/export")
         started = Worker(exported, device, num_updates=10)
     workers = {"": first, "resumed": resumed, "optimizer_dir": started}
