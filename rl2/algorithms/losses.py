@@ -61,6 +61,11 @@ class Declaration:
         _check_names(f"{kind.__name__}(settings=...)", self.settings, kind.settings)
         _check_names(f"{kind.__name__}(needs=...)", self.needs, kind.all_needs)
 
+    @property
+    def used_settings(self) -> tuple[str, ...]:
+        """Those of its settings that have an effect."""
+        return self.settings
+
 
 def _check_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
     if unknown := sorted(set(names) - set(known)):
@@ -443,22 +448,25 @@ class PreferenceInputs:
         return self.logps[1::2] / self.lengths[1::2]
 
 
+SETTINGS_OF_PAIRS = ("label_smoothing", "target_margin")
+SETTINGS_OF_REPLIES = ("desirable_weight", "undesirable_weight")
+
+
 @dataclass(frozen=True)
 class PreferenceLoss(Declaration):
     """Declares a preference loss. The user may always set beta, which metrics use too."""
 
     compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P] or of each reply [R]
-    settings: tuple[str, ...] = (
-        "beta",
-        "label_smoothing",
-        "target_margin",
-        "desirable_weight",
-        "undesirable_weight",
-    )
+    settings: tuple[str, ...] = ("beta",) + SETTINGS_OF_PAIRS + SETTINGS_OF_REPLIES
     # Each loads a reference model. "reference_point" also scores mismatched replies in each step.
     needs: tuple[str, ...] = ("ref_logps",)
     all_needs = ("ref_logps", "reference_point")
     in_pairs: bool = True  # else the rows are single replies with labels
+
+    @property
+    def used_settings(self) -> tuple[str, ...]:
+        other_form = SETTINGS_OF_REPLIES if self.in_pairs else SETTINGS_OF_PAIRS
+        return tuple(name for name in self.settings if name not in other_form)
 
 
 def sigmoid(x: PreferenceInputs) -> Tensor:

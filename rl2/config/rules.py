@@ -187,12 +187,7 @@ def explain_unused(config: Config, name: str) -> str:
             return f"with adv.estimator={estimator}, where it is the whole advantage"
         if name == "kl.update_freq" and not needs_reference(config):
             return "with kl.coef=0"
-    if reason := explain_setting(config, name):
-        return reason
-    is_weight = name in ("dpo.desirable_weight", "dpo.undesirable_weight")
-    if isinstance(config, DPOConfig) and is_weight and compares_pairs(config):
-        return f"with dpo.loss={config.dpo.loss}, which compares pairs"
-    return ""
+    return explain_setting(config, name)
 
 
 def explain_setting(config: Config, name: str) -> str:
@@ -202,7 +197,7 @@ def explain_setting(config: Config, name: str) -> str:
         is_of_section = key.startswith(f"{section}.")
         if not is_of_section or setting not in functions.kind.settings:
             continue
-        used = functions.look_up(get_value(config, key)).settings
+        used = functions.look_up(get_value(config, key)).used_settings
         is_default = (
             setting == "clip" and "clip_high" in used and not get_value(config, "actor.clip_high")
         )
