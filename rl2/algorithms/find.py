@@ -99,53 +99,61 @@ def _file_of(name: str) -> Path:
     return Path(name.rpartition(":")[0]).expanduser().resolve()
 
 
-# The rows of a trial: two prompts with two answers each, the second two of equal rewards. Functions
-# get copies, which they may change, and None for inputs that they do not need.
-REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])
-GROUP = torch.tensor([0, 0, 1, 1])
-TRAJECTORY = torch.arange(4)
-MASK = torch.tensor([[0.0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]])
-LOGPS = -0.1 * (1 + torch.arange(16) % 7).view(4, 4) * MASK
+class _TrialRows:
+    """Two prompts with two answers each, the second two of equal rewards.
+
+    Each trial has rows of its own, since a function may change its inputs. Those that it does not
+    need are None.
+    """
+
+    def __init__(self) -> None:
+        self.rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+        self.group = torch.tensor([0, 0, 1, 1])
+        self.trajectory = torch.arange(4)
+        self.mask = torch.tensor([[0.0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]])
+        self.logps = -0.1 * (1 + torch.arange(16) % 7).view(4, 4) * self.mask
 
 
 def _try_estimator(declared: Estimator, file: Path) -> None:
-    needs = declared.needs
+    rows, needs = _TrialRows(), declared.needs
     inputs = AdvantageInputs(
-        rewards=REWARDS[:, None] * MASK,
-        mask=MASK.clone(),
-        group=GROUP.clone(),
-        trajectory=TRAJECTORY.clone(),
+        rewards=rows.rewards[:, None] * rows.mask,
+        mask=rows.mask,
+        group=rows.group,
+        trajectory=rows.trajectory,
         gamma=1.0,
         lamda=1.0,
         norm_var=True,
-        reward_parts={"reward": RewardPart(REWARDS.clone(), 1.0)},
-        values=0.3 * MASK if "values" in needs else None,
-        old_logps=LOGPS.clone() if "old_logps" in needs else None,
-        teacher_logps=2 * LOGPS if "teacher_logps" in needs else None,
+        reward_parts={"reward": RewardPart(rows.rewards, 1.0)},
+        values=0.3 * rows.mask if "values" in needs else None,
+        old_logps=rows.logps if "old_logps" in needs else None,
+        teacher_logps=2 * rows.logps if "teacher_logps" in needs else None,
     )
     advantages = _call(declared, inputs, file)
     wanted = "finite advantages [B, T]"
     if "values" in needs:
         wanted = "(advantages, returns), both finite [B, T]: the critic learns the returns"
         advantages, returns = _pair(advantages, wanted)
-        _check_tensor("returns", returns, MASK, wanted)
-    _check_tensor("advantages", advantages, MASK, wanted)
+        _check_tensor("returns", returns, rows.mask, wanted)
+    _check_tensor("advantages", advantages, rows.mask, wanted)
 
 
 def _try_policy_loss(declared: PolicyLoss, file: Path) -> None:
+    rows = _TrialRows()
     inputs = PolicyInputs(
-        logps=LOGPS.clone().requires_grad_(),
-        old_logps=2 * LOGPS,
-        engine_logps=2 * LOGPS,
-        advantages=torch.tensor([0.5, -0.5, 0, 0])[:, None] * MASK,
-        mask=MASK.clone(),
-        group=GROUP.clone(),
-        trajectory=TRAJECTORY.clone(),
+        logps=rows.logps.clone().requires_grad_(),
+        old_logps=2 * rows.logps,
+        engine_logps=2 * rows.logps,
+        advantages=torch.tensor([0.5, -0.5, 0, 0])[:, None] * rows.mask,
+        mask=rows.mask,
+        group=rows.group,
+        trajectory=rows.trajectory,
         clip=0.2,
         clip_high=0.2,
-        ref_logps=3 * LOGPS if "ref_logps" in declared.needs else None,
-        ages=MASK.clone() if "ages" in declared.needs else None,
+        ref_logps=3 * rows.logps if "ref_logps" in declared.needs else None,
+        ages=1.0 * rows.mask if "ages" in declared.needs else None,
     )
+    has_no_advantage = (inputs.advantages == 0) & (inputs.mask > 0)
     wanted = "(losses, metrics): the loss of each token [b, T], and {name: [b, T]}, or {}"
     losses, metrics = _pair(_call(declared, inputs, file), wanted)
     if not isinstance(metrics, dict):
@@ -153,10 +161,9 @@ def _try_policy_loss(declared: PolicyLoss, file: Path) -> None:
     if "loss" in metrics:
         raise ValueError("choose another name for the metric 'loss', which rl2 logs itself")
     for name, values in metrics.items():
-        _check_tensor(f"the metric {name}", values, MASK, wanted)
-    _check_tensor("losses", losses, MASK, wanted)
+        _check_tensor(f"the metric {name}", values, rows.mask, wanted)
+    _check_tensor("losses", losses, rows.mask, wanted)
     gradient = _finite_gradient(losses, inputs.logps)
-    has_no_advantage = (inputs.advantages == 0) & (MASK > 0)
     if declared.vanishes_without_advantage and gradient[has_no_advantage].any():
         raise ValueError(
             "it has a gradient in tokens of advantage 0, so do not declare "
@@ -165,18 +172,19 @@ def _try_policy_loss(declared: PolicyLoss, file: Path) -> None:
 
 
 def _try_preference_loss(declared: PreferenceLoss, file: Path) -> None:
-    logps = LOGPS.sum(1).requires_grad_()
+    rows = _TrialRows()
+    logps = rows.logps.sum(1).requires_grad_()
     inputs = PreferenceInputs(
         logps=logps,
-        lengths=MASK.sum(1),
+        lengths=rows.mask.sum(1),
         beta=0.1,
         label_smoothing=0.0,
         target_margin=0.0,
         desirable_weight=1.0,
         undesirable_weight=1.0,
-        labels=None if declared.in_pairs else REWARDS > 0,
+        labels=None if declared.in_pairs else rows.rewards > 0,
         gains=logps + 0.2 if "ref_logps" in declared.needs else None,
-        reference_point=0.2 * REWARDS if "reference_point" in declared.needs else None,
+        reference_point=0.2 * rows.rewards if "reference_point" in declared.needs else None,
     )
     losses = _call(declared, inputs, file)
     like = logps[::2] if declared.in_pairs else logps

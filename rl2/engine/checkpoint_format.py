@@ -24,14 +24,15 @@ class CheckpointFormat:
         weights = model.state_dict()
         in_files = revert_weight_conversion(model, weights)
         self.names = frozenset(in_files)
-        # The names of the weights that have to be converted together, by each of them: files may
-        # join several in one tensor. Weights that files hold as they are have no group.
-        self.groups: dict[str, set[str]] = {}
-        # name in the model -> name in the files, of weights that are only renamed
+        # Name in the model -> name in the files, of weights that files hold as they are.
         self.renamed: dict[str, str] = {}
+        # The names of the others that have to be converted together, by each of them: files may
+        # join several in one tensor.
+        self.groups: dict[str, set[str]] = {}
         sources: dict[str, set[str]] = {}  # of each tensor of the files
         for name, weight in weights.items():
             if in_files.get(name) is weight:
+                self.renamed[name] = name
                 continue
             self.groups[name] = {name}
             for file_name, tensor in revert_weight_conversion(model, {name: weight}).items():
@@ -44,6 +45,8 @@ class CheckpointFormat:
                 group |= self.groups[name]
             for name in group:
                 self.groups[name] = group
+                if len(group) > 1:
+                    self.renamed.pop(name, None)
 
     def convert(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of `named_tensors` by their names in files.
@@ -52,14 +55,11 @@ class CheckpointFormat:
         """
         waiting: dict[str, Tensor] = {}
         for name, tensor in named_tensors:
-            group = self.groups.get(name)
-            if group is None:
-                yield name, tensor
-                continue
-            if len(group) == 1 and name in self.renamed:
+            if name in self.renamed:
                 yield self.renamed[name], tensor
                 continue
             waiting[name] = tensor
+            group = self.groups[name]
             if group <= waiting.keys():
                 ready = {member: waiting.pop(member) for member in group}
                 yield from revert_weight_conversion(self.model, ready).items()

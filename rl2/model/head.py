@@ -159,7 +159,7 @@ def _scores_by_chunks(
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
         sums.add(logits, logits if with_entropy else None)
-    lse = sums.total.log() + sums.top
+    lse = sums.lse()
     mean = sums.weighted / sums.total  # sum p z, the mean logit; 0 without the entropy
     if group:
         lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
@@ -186,6 +186,10 @@ class _SoftmaxSums:
         self.total = self.total * scale + exp.sum(1)
         if values is not None:
             self.weighted = self.weighted * scale + exp.mul_(values).sum(1)
+
+    def lse(self) -> Tensor:
+        """The log-sum-exp [P] of the logits so far."""
+        return self.total.log() + self.top
 
 
 def full_kl(
@@ -226,8 +230,7 @@ class _FullKL(torch.autograd.Function):
             y = teacher.logits(columns)
             sums.add(z, z - y)
             teacher_sums.add(y)
-        lse = sums.total.log() + sums.top
-        teacher_lse = teacher_sums.total.log() + teacher_sums.top
+        lse, teacher_lse = sums.lse(), teacher_sums.lse()
         difference = sums.weighted / sums.total
         if group:
             zeros = torch.zeros_like(lse)

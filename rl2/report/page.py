@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rl2.data.messages import common_prefix_length
 from rl2.report.learning import find_lack_of_learning
 from rl2.run.records import NOT_METRICS, Record, find_steps, read_lines, read_object, step_of
 from rl2.run.success import REWARD, held_out_results, saved_score, training_metric
@@ -189,9 +190,7 @@ def describe_group(records: list[Record]) -> Record:
     """Returns the messages with which all answers begin, and a sample of the answers."""
     prompt = prompt_of(records[0])
     for record in records:
-        other = prompt_of(record)
-        while prompt != other[: len(prompt)]:
-            prompt = prompt[:-1]
+        prompt = prompt[: common_prefix_length(prompt, prompt_of(record))]
     return {
         "group": records[0].get("group"),
         "size": len(records),

@@ -262,7 +262,10 @@ def _check_math_verify() -> None:
 
 @lru_cache(CACHE_SIZE)
 def _ask_math_verify(field: str, answer: str, decimals: int | None = None) -> bool:
-    """Returns the verdict on a field, by numbers of `decimals` places. It is asked once."""
+    """Returns the verdict on a field, of numbers with `decimals` places if given.
+
+    Equal requests are asked once.
+    """
     request = json.dumps([field, answer, CPU_SECONDS, decimals])
     return _pool(os.getpid()).submit(_ask_process, request).result()
 
