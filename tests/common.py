@@ -246,6 +246,27 @@ def letter_run(folder, model) -> list[str]:
     ]
 
 
+def conversation(i) -> list[dict]:
+    """Two turns, in which the assistant repeats a letter."""
+    letter = "abcd"[i % 4]
+    return [
+        {"role": "user", "content": f"say {letter}, {i}"},
+        {"role": "assistant", "content": letter * (3 + i % 3)},
+        {"role": "user", "content": "again" * (i % 3)},
+        {"role": "assistant", "content": letter * 5},
+    ]
+
+
+def preference(i, **columns) -> dict:
+    """A row with two replies to a prompt."""
+    return {
+        "messages": [{"role": "user", "content": f"pick, {i}"}],
+        "chosen": "a" * (2 + i % 3),
+        "rejected": "z" * (1 + i % 4),
+        **columns,
+    }
+
+
 def make_critic(name) -> str:
     """Saves the body of the model `name` with a random value head and returns the new path."""
     torch.manual_seed(7)

@@ -23,16 +23,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from common import (
     ROOT,
+    conversation,
     launch,
     make_environment,
     make_model,
+    preference,
     read_jsonl,
     read_untimed_metrics,
     write_jsonl,
@@ -46,16 +47,6 @@ from transformers.utils.logging import disable_progress_bar
 TIMEOUT = 600  # seconds of one command
 SHOWN = 1500  # last characters of a crashed run's output
 RECORD = " record "
-
-
-@dataclass(frozen=True)
-class Run:
-    """Commands that follow each other. A command is a trainer's name and its arguments, where
-    {data} and {run} are the folders of the inputs and of the run."""
-
-    name: str
-    commands: tuple[str, ...]
-    world_size: int = 2
 
 
 COMMON = (
@@ -93,132 +84,92 @@ RM = (
 )
 
 
-def and_resume(command: str) -> tuple[str, str]:
+def and_resume(command: str) -> list[str]:
     """The command with checkpoints, and one that goes on from its second step in another folder."""
     command += " trainer.save_freq=2"
     places = "trainer.resume={run}/first/checkpoints/step_2 trainer.save_dir={run}/second"
-    return command, f"{command} {places}"
+    return [command, f"{command} {places}"]
 
 
-RUNS = [
-    Run("quickstart", ("quickstart",), 1),
-    Run(
-        "ppo",
-        (
-            f"{PPO} {TEST} adv.norm_var=true trainer.test_freq=2 trainer.save_freq=2"
-            " rollout.train_sampling_params.temperature=0.7 data.shuffle=false trainer.seed=3"
-            " rollout.train_sampling_params.top_p=0.9 rollout.train_sampling_params.top_k=40"
-            " rollout.test_sampling_params.temperature=0.5 rollout.test_sampling_params.top_p=0.8"
-            " actor.model_name={data}/qwen3",
-        ),
+# name -> commands that follow each other. A command is a trainer's name and its arguments, where
+# {data} and {run} are the folders of the inputs and of the run.
+RUNS: dict[str, list[str]] = {
+    "quickstart": ["quickstart"],
+    "ppo": [
+        f"{PPO} {TEST} adv.norm_var=true trainer.test_freq=2 trainer.save_freq=2"
+        " rollout.train_sampling_params.temperature=0.7 data.shuffle=false trainer.seed=3"
+        " rollout.train_sampling_params.top_p=0.9 rollout.train_sampling_params.top_k=40"
+        " rollout.test_sampling_params.temperature=0.5 rollout.test_sampling_params.top_p=0.8"
+        " actor.model_name={data}/qwen3",
+    ],
+    "ppo_one_process": [f"{PPO} {TEST} adv.norm_var=true actor.gradient_checkpointing=false"],
+    "ppo_critic": and_resume(
+        f"{PPO} {CRITIC} adv.norm_var=true adv.gamma=0.99 adv.lamda=0.95 kl.coef=0.01"
+        " kl.type=reward actor.update_per_rollout=2 critic.update_per_rollout=2"
+        " actor.entropy=0.001 actor.correction=token_tis actor.correction_cap=1"
+        " actor.scheduler=cosine actor.warmup_ratio=0.3 actor.weight_decay=0.01"
     ),
-    Run(
-        "ppo_one_process",
-        (f"{PPO} {TEST} adv.norm_var=true actor.gradient_checkpointing=false",),
-        1,
+    "ppo_critic_freeze": [
+        f"{PPO} {CRITIC} actor.freeze_steps=1 kl.coef=0.01 kl.type=reward"
+        " kl.reward_estimator=k3 actor.log_entropy=true critic.model_name={data}/qwen3"
+        " rollout.check_weights=true",
+    ],
+    "ppo_sp": [
+        f"{PPO} {CRITIC} actor.sp_size=2 critic.fsdp_size=1 kl.coef=0.01 kl.type=loss"
+        " actor.update_per_rollout=2 actor.share_prompts=false actor.loss=gspo"
+        " actor.clip=0.01 actor.average=constant actor.average_constant=12",
+    ],
+    "ppo_tp": [
+        f"{PPO} {CRITIC} actor.tp_size=2 critic.tp_size=1 critic.sp_size=2 kl.coef=0.01"
+        " kl.type=loss kl.loss_estimator=k3 trainer.save_freq=4 actor.loss=cispo"
+        " actor.update_per_rollout=2 actor.clip_high=0.1 actor.average=sequence"
+        " actor.correction=sequence_mask",
+    ],
+    "ppo_lora": and_resume(
+        f"{PPO} {CRITIC} actor.lora_rank=4 critic.lora_rank=2 critic.lora_alpha=8"
+        " actor.lora_targets=[q_proj,v_proj] kl.coef=0.01 kl.type=reward adv.norm_var=true"
     ),
-    Run(
-        "ppo_critic",
-        and_resume(
-            f"{PPO} {CRITIC} adv.norm_var=true adv.gamma=0.99 adv.lamda=0.95 kl.coef=0.01"
-            " kl.type=reward actor.update_per_rollout=2 critic.update_per_rollout=2"
-            " actor.entropy=0.001 actor.correction=token_tis actor.correction_cap=1"
-            " actor.scheduler=cosine actor.warmup_ratio=0.3 actor.weight_decay=0.01"
-        ),
+    "ppo_masks": [
+        f"{PPO} actor.correction=token_mask actor.correction_cap=1.01 actor.dtype=bfloat16"
+        " actor.update_per_rollout=2 actor.model_name={data}/qwen2",
+        f"{PPO} actor.correction=geometric_mask actor.correction_cap=1.001 actor.dtype=bfloat16"
+        " trainer.save_dir={run}/second actor.fsdp_size=1",
+    ],
+    "ppo_optimizer": [
+        f"{PPO} actor.save_dir={{run}}/exports actor.save_freq=4 actor.save_optimizer=true",
+        f"{PPO} actor.model_name={{run}}/exports/step_4 trainer.save_dir={{run}}/second"
+        " actor.optimizer_dir={run}/exports/step_4",
+    ],
+    "ppo_turns": [
+        f"{PPO} {TURNS} actor.dual_clip=1.05 actor.clip=0.05 actor.clip_high=0.1"
+        " adv.norm_var=true actor.update_per_rollout=3 actor.average=sequence",
+    ],
+    "ppo_turns_rewritten": [
+        f"{PPO} {CRITIC} {TURNS} actor.model_name={{data}}/forgetful"
+        " critic.max_length_per_device=500 actor.update_per_rollout=2 adv.norm_var=true",
+    ],
+    "ppo_failures": [f"{PPO} rollout.env_path={{data}}/fails.py rollout.max_env_failures=1"],
+    "ppo_free": [f"{PPO} trainer.deterministic=false rollout.max_running=64"],
+    "ppo_filter": and_resume(
+        f"{PPO} {TURNS} {FILTER} rollout.overlong_buffer=6"
+        " rollout.mask_truncated=true trainer.save_tokens=true"
     ),
-    Run(
-        "ppo_critic_freeze",
-        (
-            f"{PPO} {CRITIC} actor.freeze_steps=1 kl.coef=0.01 kl.type=reward"
-            " kl.reward_estimator=k3 actor.log_entropy=true critic.model_name={data}/qwen3"
-            " rollout.check_weights=true",
-        ),
-    ),
-    Run(
-        "ppo_sp",
-        (
-            f"{PPO} {CRITIC} actor.sp_size=2 critic.fsdp_size=1 kl.coef=0.01 kl.type=loss"
-            " actor.update_per_rollout=2 actor.share_prompts=false actor.loss=gspo"
-            " actor.clip=0.01 actor.average=constant actor.average_constant=12",
-        ),
-    ),
-    Run(
-        "ppo_tp",
-        (
-            f"{PPO} {CRITIC} actor.tp_size=2 critic.tp_size=1 critic.sp_size=2 kl.coef=0.01"
-            " kl.type=loss kl.loss_estimator=k3 trainer.save_freq=4 actor.loss=cispo"
-            " actor.update_per_rollout=2 actor.clip_high=0.1 actor.average=sequence"
-            " actor.correction=sequence_mask",
-        ),
-    ),
-    Run(
-        "ppo_lora",
-        and_resume(
-            f"{PPO} {CRITIC} actor.lora_rank=4 critic.lora_rank=2 critic.lora_alpha=8"
-            " actor.lora_targets=[q_proj,v_proj] kl.coef=0.01 kl.type=reward adv.norm_var=true"
-        ),
-    ),
-    Run(
-        "ppo_masks",
-        (
-            f"{PPO} actor.correction=token_mask actor.correction_cap=1.01 actor.dtype=bfloat16"
-            " actor.update_per_rollout=2 actor.model_name={data}/qwen2",
-            f"{PPO} actor.correction=geometric_mask actor.correction_cap=1.001 actor.dtype=bfloat16"
-            " trainer.save_dir={run}/second actor.fsdp_size=1",
-        ),
-    ),
-    Run(
-        "ppo_optimizer",
-        (
-            f"{PPO} actor.save_dir={{run}}/exports actor.save_freq=4 actor.save_optimizer=true",
-            f"{PPO} actor.model_name={{run}}/exports/step_4 trainer.save_dir={{run}}/second"
-            " actor.optimizer_dir={run}/exports/step_4",
-        ),
-    ),
-    Run(
-        "ppo_turns",
-        (
-            f"{PPO} {TURNS} actor.dual_clip=1.05 actor.clip=0.05 actor.clip_high=0.1"
-            " adv.norm_var=true actor.update_per_rollout=3 actor.average=sequence",
-        ),
-    ),
-    Run(
-        "ppo_turns_rewritten",
-        (
-            f"{PPO} {CRITIC} {TURNS} actor.model_name={{data}}/forgetful"
-            " critic.max_length_per_device=500 actor.update_per_rollout=2 adv.norm_var=true",
-        ),
-    ),
-    Run("ppo_failures", (f"{PPO} rollout.env_path={{data}}/fails.py rollout.max_env_failures=1",)),
-    Run("ppo_free", (f"{PPO} trainer.deterministic=false rollout.max_running=64",), 1),
-    Run(
-        "ppo_filter",
-        and_resume(
-            f"{PPO} {TURNS} {FILTER} rollout.overlong_buffer=6"
-            " rollout.mask_truncated=true trainer.save_tokens=true"
-        ),
-    ),
-    Run(
-        "ppo_overlap",
-        and_resume(f"{PPO} {FILTER} {TEST} rollout.num_processes=1 trainer.test_freq=2"),
-    ),
-    Run("sft", and_resume(SFT)),
-    Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
-    Run("sft_sp", (f"{SFT} actor.sp_size=2 actor.average=sequence",)),
-    Run("sft_tp", (f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3",)),
-    Run(
-        "sft_bfloat16",
-        (
-            f"{SFT} actor.dtype=bfloat16 actor.sp_size=2",
-            f"{SFT} actor.dtype=bfloat16 actor.tp_size=2 trainer.save_dir={{run}}/second",
-        ),
-    ),
-    Run("dpo", (f"{DPO} dpo.label_smoothing=0.1 trainer.save_freq=2",)),
-    Run("dpo_ipo", (f"{DPO} dpo.loss=ipo dpo.beta=0.3 actor.sp_size=2",)),
-    Run("dpo_hinge_lora", (f"{DPO} dpo.loss=hinge actor.lora_rank=4 actor.lr=0.03",)),
-    Run("rm", (f"{RM} trainer.save_freq=2",)),
-    Run("rm_sp_lora", (f"{RM} critic.sp_size=2 critic.lora_rank=4",)),
-]
+    "ppo_overlap": and_resume(f"{PPO} {FILTER} {TEST} rollout.num_processes=1 trainer.test_freq=2"),
+    "sft": and_resume(SFT),
+    "sft_one_process": [f"{SFT} actor.lora_rank=4"],
+    "sft_sp": [f"{SFT} actor.sp_size=2 actor.average=sequence"],
+    "sft_tp": [f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3"],
+    "sft_bfloat16": [
+        f"{SFT} actor.dtype=bfloat16 actor.sp_size=2",
+        f"{SFT} actor.dtype=bfloat16 actor.tp_size=2 trainer.save_dir={{run}}/second",
+    ],
+    "dpo": [f"{DPO} dpo.label_smoothing=0.1 trainer.save_freq=2"],
+    "dpo_ipo": [f"{DPO} dpo.loss=ipo dpo.beta=0.3 actor.sp_size=2"],
+    "dpo_hinge_lora": [f"{DPO} dpo.loss=hinge actor.lora_rank=4 actor.lr=0.03"],
+    "rm": [f"{RM} trainer.save_freq=2"],
+    "rm_sp_lora": [f"{RM} critic.sp_size=2 critic.lora_rank=4"],
+}
+ONE_PROCESS = ("quickstart", "ppo_one_process", "ppo_free", "sft_one_process")
 
 LETTERS = '''
 def reward_fn(messages, answer):
@@ -250,21 +201,8 @@ FORGETFUL = (
 )
 
 
-def conversation(i: int) -> dict:
-    letter = "abcd"[i % 4]
-    messages = [
-        {"role": "user", "content": f"say {letter}, {i}"},
-        {"role": "assistant", "content": letter * (3 + i % 3)},
-        {"role": "user", "content": "again" * (i % 3)},
-        {"role": "assistant", "content": letter * 5},
-    ]
-    return {"messages": messages}
-
-
-def preference(i: int) -> dict:
-    messages = [{"role": "user", "content": f"pick, {i}"}]
-    row = {"messages": messages, "chosen": "a" * (2 + i % 3), "rejected": "z" * (1 + i % 4)}
-    return {**row, "margin": 0.1 * i} if i % 2 else row
+def pair(i: int) -> dict:
+    return preference(i, margin=0.1 * i) if i % 2 else preference(i)
 
 
 def prompt(i: int) -> dict:
@@ -289,10 +227,11 @@ def make_data(folder: Path) -> None:
     write_jsonl(folder / "prompts.jsonl", [prompt(i) for i in range(22)])
     write_jsonl(folder / "chats.jsonl", [prompt(i) for i in range(1, 30) if i % 5])
     write_jsonl(folder / "test_prompts.jsonl", [prompt(i) for i in range(30, 37)])
-    write_jsonl(folder / "conversations.jsonl", [conversation(i) for i in range(20)] + text_rows)
-    write_jsonl(folder / "test_conversations.jsonl", [conversation(i) for i in range(30, 37)])
-    write_jsonl(folder / "pairs.jsonl", [preference(i) for i in range(20)])
-    write_jsonl(folder / "test_pairs.jsonl", [preference(i) for i in range(30, 37)])
+    chats = [{"messages": conversation(i)} for i in range(37)]
+    write_jsonl(folder / "conversations.jsonl", chats[:20] + text_rows)
+    write_jsonl(folder / "test_conversations.jsonl", chats[30:])
+    write_jsonl(folder / "pairs.jsonl", [pair(i) for i in range(20)])
+    write_jsonl(folder / "test_pairs.jsonl", [pair(i) for i in range(30, 37)])
     (folder / "letters.py").write_text(LETTERS)
     (folder / "tool.py").write_text(LETTERS + TOOL)
     (folder / "fails.py").write_text(FAILS)
@@ -312,41 +251,40 @@ def run_quickstart(checkout: Path, folder: Path, data: Path) -> str:
     script = (ROOT / "examples/quickstart.sh").read_text().splitlines()
     start = next(i for i, line in enumerate(script) if line.startswith("source ")) + 1
     lines = [line for line in script[start:] if not line.startswith("python examples/")]
-    inputs = {
-        "data.path": "train.jsonl",
-        "data.test_path": "test.jsonl",
-        "actor.model_name": "model",
-    }
-    words = [f"{key}={source / name}" for key, name in inputs.items()]
-    words.append(f"rollout.env_path={ROOT / 'examples/quickstart_env.py'}")
-    env = {**env, "OUT": str(folder / "first")}
+    words = [
+        f"data.path={source}/train.jsonl",
+        f"data.test_path={source}/test.jsonl",
+        f"actor.model_name={source}/model",
+        f"rollout.env_path={ROOT}/examples/quickstart_env.py",
+        "trainer.max_steps=3",
+    ]
+    env["OUT"] = str(folder / "first")
     command = ["bash", "-c", "set -e\n" + "\n".join(lines), "quickstart.sh", *words]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command.append("trainer.max_steps=3")
     return subprocess.run(command, cwd=checkout, env=env, timeout=TIMEOUT, **output).stdout
 
 
-def play(run: Run, checkout: Path, folder: Path, data: Path) -> str:
+def play(name: str, checkout: Path, folder: Path, data: Path) -> str:
     """Plays a run in a checkout. Its files are in `folder`. Returns what it prints."""
     folder.mkdir()
-    if run.name == "quickstart":
+    if name == "quickstart":
         return run_quickstart(checkout, folder, data)
     output = ""
-    for command in run.commands:
+    for command in RUNS[name]:
         words = command.replace("{data}", str(data)).replace("{run}", str(folder)).split()
         module = ("-m", f"rl2.trainer.{words[0]}")
         options = {"check": False, "timeout": TIMEOUT, "checkout": checkout}
-        done = launch(run.world_size, *module, *words[1:], **options)
+        done = launch(1 if name in ONE_PROCESS else 2, *module, *words[1:], **options)
         output += done.stdout + done.stderr
         if done.returncode:
             break
     return output
 
 
-def read_results(folder: Path, run: Run, output: str) -> dict:
+def read_results(folder: Path, num_commands: int, output: str) -> dict:
     """What is compared, as `values`: place -> value, metrics and records first. `crash` is None, or
     the end of the output of a run that left no final model."""
-    for end in ("first", "second")[: len(run.commands)]:
+    for end in ("first", "second")[:num_commands]:
         if not (folder / end / "model/config.json").exists():
             return {"values": {}, "crash": output[-SHOWN:]}
     values: dict[str, object] = {}
@@ -410,11 +348,11 @@ def differences(old: dict, new: dict, ignored: list[str]) -> list[str]:
     return lines
 
 
-def read_or_record(checkout: Path, runs: list[Run], folder: Path) -> dict[str, dict]:
+def read_or_record(checkout: Path, names: list[str], folder: Path) -> dict[str, dict]:
     """The old checkout's results by name: from `folder`, or played and recorded if they are
     missing."""
-    paths = {run.name: folder / f"{run.name}.json" for run in runs}
-    missing = [run for run in runs if not paths[run.name].exists()]
+    paths = {name: folder / f"{name}.json" for name in names}
+    missing = [name for name in names if not paths[name].exists()]
     results = play_and_read(checkout, missing, folder / "data")
     for name, result in results.items():
         if result["crash"] is None:
@@ -424,24 +362,25 @@ def read_or_record(checkout: Path, runs: list[Run], folder: Path) -> dict[str, d
     return results
 
 
-def play_and_read(checkout: Path, runs: list[Run], data: Path) -> dict[str, dict]:
+def play_and_read(checkout: Path, names: list[str], data: Path) -> dict[str, dict]:
     """The results by name of the runs, played in a folder that is removed after."""
     env = make_environment(checkout=checkout)
     found = run_python("-c", "import rl2; print(rl2.__path__[0])", env=env, cwd=checkout)
     assert Path(found.stdout.strip()).parent == checkout, f"{found.stdout} is not in {checkout}"
     results = {}
     with tempfile.TemporaryDirectory(prefix="equal_bits_") as folder:
-        for run in runs:
-            own = Path(folder, run.name)
-            results[run.name] = read_results(own, run, play(run, checkout, own, data))
+        for name in names:
+            own = Path(folder, name)
+            output = play(name, checkout, own, data)
+            results[name] = read_results(own, len(RUNS[name]), output)
     return results
 
 
-def choose(patterns: list[str]) -> list[Run]:
-    unknown = [p for p in patterns if not fnmatch.filter([run.name for run in RUNS], p)]
+def choose(patterns: list[str]) -> list[str]:
+    unknown = [pattern for pattern in patterns if not fnmatch.filter(RUNS, pattern)]
     if unknown:
-        sys.exit(f"--only {' '.join(unknown)}: no such run; there are {[run.name for run in RUNS]}")
-    return [run for run in RUNS if any(fnmatch.fnmatch(run.name, p) for p in patterns)]
+        sys.exit(f"--only {' '.join(unknown)}: no such run; there are {[*RUNS]}")
+    return [name for name in RUNS if any(fnmatch.fnmatch(name, p) for p in patterns)]
 
 
 def main() -> int:
@@ -452,20 +391,20 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     parser.add_argument("--ignore", nargs="+", metavar="PLACE", default=[])
     arguments = parser.parse_args()
-    runs = choose(arguments.only)
+    names = choose(arguments.only)
     with tempfile.TemporaryDirectory(prefix="equal_bits_old_") as temporary:
         folder = (arguments.record or Path(temporary)).resolve()
         make_data(folder / "data")
-        old = read_or_record(arguments.old.resolve(), runs, folder)
-        new = play_and_read(arguments.new.resolve(), runs, folder / "data")
+        old = read_or_record(arguments.old.resolve(), names, folder)
+        new = play_and_read(arguments.new.resolve(), names, folder / "data")
     num_different = 0
-    for run in runs:
-        found = differences(old[run.name], new[run.name], arguments.ignore)
+    for name in names:
+        found = differences(old[name], new[name], arguments.ignore)
         num_different += bool(found)
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        values = len(old[run.name]["values"])
-        print(f"{run.name}: {found[0] + more if found else f'equal ({values} values)'}", flush=True)
-    print(f"{len(runs) - num_different} of {len(runs)} runs are equal")
+        values = len(old[name]["values"])
+        print(f"{name}: {found[0] + more if found else f'equal ({values} values)'}", flush=True)
+    print(f"{len(names) - num_different} of {len(names)} runs are equal")
     return int(num_different > 0)
 
 

@@ -15,9 +15,11 @@ import torch
 from common import (
     ROOT,
     check_adapter,
+    conversation,
     launch,
     launch_runs,
     make_model,
+    preference,
     read_jsonl,
     read_metrics,
     write_jsonl,
@@ -45,16 +47,6 @@ def make_arguments(tmp_path, rows, worker, *extra):
         f"{worker}.scheduler=linear",
         f"{worker}.warmup_ratio=0.2",
         *extra,
-    ]
-
-
-def conversation(i):
-    letter = "abcd"[i % 4]
-    return [
-        {"role": "user", "content": f"say {letter}, {i}"},
-        {"role": "assistant", "content": letter * (3 + i % 3)},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": letter * 5},
     ]
 
 
@@ -110,15 +102,6 @@ def test_sft(tmp_path):
     rates = [line["actor/lr"] for line in lines[1:]]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert rates[-1] == pytest.approx(0.01 / 9)
-
-
-def preference(i, **columns):
-    return {
-        "messages": [{"role": "user", "content": f"pick, {i}"}],
-        "chosen": "a" * (2 + i % 3),
-        "rejected": "z" * (1 + i % 4),
-        **columns,
-    }
 
 
 def labelled(i):
