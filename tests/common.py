@@ -384,6 +384,17 @@ def run_main(main, *words) -> int:
     return 0
 
 
+def before_each_call(monkeypatch, owner, name, action):
+    """Has `action` run, with the same arguments, before each call of `name` of `owner`."""
+    function = getattr(owner, name)
+
+    def changed(*arguments, **options):
+        action(*arguments, **options)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, changed)
+
+
 @contextmanager
 def keep_process():
     """What a run changes in this process is as before afterwards."""

@@ -40,6 +40,14 @@ def runs_here(monkeypatch, tmp_path):
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A model that no test changes."""
+    from common import make_model
+
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
 @pytest.fixture
 def device():
     """Yields the device of a process group with one process."""

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 from common import (
     ROOT,
+    before_each_call,
     keep_process,
     launch,
-    make_model,
     read_metrics,
     read_untimed_metrics,
     run_main,
@@ -43,11 +43,6 @@ from rl2.tools.ls import summarise
 from rl2.trainer import ppo, sft
 
 NUM_ROWS = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def set_up(folder, model):
@@ -80,14 +75,16 @@ def setup(tmp_path, model, monkeypatch):
 
 @pytest.fixture
 def train(setup, capsys):
-    """Runs a trainer in this process. Returns (status, what it printed)."""
+    """Runs a trainer in this process, which must end with this status. Returns what it prints."""
 
-    def train_here(*arguments, main=sft.main):
+    def train_here(*arguments, main=sft.main, status=0):
         capsys.readouterr()
         with keep_process():
-            status = run_main(main, *setup, *arguments)
+            ended_with = run_main(main, *setup, *arguments)
         printed = capsys.readouterr()
-        return status, printed.out + printed.err
+        output = printed.out + printed.err
+        assert ended_with == status, output
+        return output
 
     return train_here
 
@@ -145,16 +142,16 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("main", [ppo.main, sft.main])
-def test_a_run_keeps_its_template_system_prompt_and_date(setup, train, tmp_path, monkeypatch, main):
+def test_a_run_keeps_its_template_system_prompt_and_date(
+    request, train, tmp_path, monkeypatch, main
+):
     """Resumed after midnight, it trains the tokens that it would have trained before."""
     texts = []
-    tokenize = ChatTemplate.tokenize
 
-    def record(self, text):
+    def record(template, text):
         texts.extend(text if isinstance(text, list) else [text])
-        return tokenize(self, text)
 
-    monkeypatch.setattr(ChatTemplate, "tokenize", record)
+    before_each_call(monkeypatch, ChatTemplate, "tokenize", record)
     source = (
         "{{ strftime_now('%d %b %Y') }} {{ mood }} "
         "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
@@ -162,21 +159,17 @@ def test_a_run_keeps_its_template_system_prompt_and_date(setup, train, tmp_path,
     )
     (tmp_path / "template.jinja").write_text(source)
     (tmp_path / "prompt.md").write_text("be kind\n")
-    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
-    row = {"messages": [{"role": "user", "content": "say"}]}
-    row |= {"completion": "a"} if main is sft.main else {"answer": "a"}
-    write_jsonl(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
     if main is ppo.main:
-        setup[:] = [argument.replace("batch_size", "prompts_per_rollout") for argument in setup]
-        setup += ["rollout.env_path=env.py", "rollout.train_sampling_params.max_new_tokens=2"]
+        request.getfixturevalue("become_ppo")
+    row = {"messages": [{"role": "user", "content": "say"}], "completion": "a", "answer": "a"}
+    write_jsonl(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
     keys = ["data.chat_template=template.jinja", "data.chat_template_kwargs.mood=glad"]
     for day in (5, 6):
         today = SimpleNamespace(today=partial(datetime.date, 2026, 3, day))
         monkeypatch.setattr("rl2.run.start.date", today)
         texts.clear()
         num_steps = f"trainer.max_steps={day - 4}"
-        status, output = train(*keys, "data.system_prompt=prompt.md", num_steps, main=main)
-        assert status == 0, output
+        train(*keys, "data.system_prompt=prompt.md", num_steps, main=main)
         start = "05 Mar 2026 glad s:be kind<|im_end|>u:say"
         assert texts and all(text.startswith(start) for text in texts)
     assert (tmp_path / "runs/default/model/chat_template.jinja").read_text() == source
@@ -193,38 +186,35 @@ def listed(run):
 
 
 def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
-    status, output = train()
+    output = train()
     run = tmp_path / "runs/default"
-    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6] and "changed:" not in output
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and "changed:" not in output
     assert listed(run) == ("finished", 6, 6)
     before = contents(run)
-    status, output = train()
-    assert status == 0 and "all steps are done" in output and "loading" not in output
+    output = train()
+    assert "all steps are done" in output and "loading" not in output
     assert contents(run) == before
 
     # Another setting, as in a sweep that forgot the name of the run, would have no effect.
-    status, output = train("actor.lr=0.02")
-    assert status == 1 and "actor.lr: 0.01 -> 0.02" in output and "no effect" in output
+    output = train("actor.lr=0.02", status=1)
+    assert "actor.lr: 0.01 -> 0.02" in output and "no effect" in output
     assert contents(run) == before
-    status, _ = train("trainer.n_epochs=1")
-    assert status == 0
+    train("trainer.n_epochs=1")
 
     # A kill between the last checkpoint and the export: the next start makes up for it.
-    expected = load_file(run / "model/model.safetensors")
+    expected = contents(run / "model")
     (run / "model").rename(run / "model.partial")
-    status, output = train()
-    assert status == 0 and "model saved to runs/default/model" in output
+    assert "model saved to runs/default/model" in train()
     assert not (run / "model.partial").exists() and steps(run) == [1, 2, 3, 4, 5, 6]
-    weights = load_file(run / "model/model.safetensors")
-    assert all((weights[key] == expected[key]).all() for key in expected)
+    assert contents(run / "model") == expected
 
     # More epochs resume from the last checkpoint. Off starts over and keeps the old run.
-    status, output = train("trainer.n_epochs=2", "trainer.max_steps=7")
-    assert status == 0 and "6 of 7 steps are done" in output and "changed: 6 -> 7 steps" in output
+    output = train("trainer.n_epochs=2", "trainer.max_steps=7")
+    assert "6 of 7 steps are done" in output and "changed: 6 -> 7 steps" in output
     assert "trainer.n_epochs: 1 -> 2" in output
     (run / "wandb_id").write_text("")
-    status, output = train("trainer.resume=off", "trainer.max_steps=1")
-    assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
+    output = train("trainer.resume=off", "trainer.max_steps=1")
+    assert "the earlier run is now in runs/default/branches/1" in output
     assert steps(run) == [1] and steps(run / "branches/1") == [1, 2, 3, 4, 5, 6, 7]
     assert (run / "branches/1/wandb_id").exists() and not (run / "wandb_id").exists()
     assert Checkpoints(run / "checkpoints").steps() == [1], "the last step was not saved"
@@ -232,59 +222,55 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
 
 def test_another_experiment_is_refused_and_touches_nothing(train, run, tmp_path):
     before = contents(run)
-    status, output = train("actor.lora_rank=2", "data.shuffle=false", "actor.lr=0.5")
-    assert status == 1 and "is of another experiment" in output
+    output = train("actor.lora_rank=2", "data.shuffle=false", "actor.lr=0.5", status=1)
+    assert "is of another experiment" in output
     assert "actor.lora_rank: 0 -> 2" in output and "data.shuffle: True -> False" in output
     assert "actor.lr: 0.01" not in output, "a change that would be allowed"
-    status, output = train("actor.lora_rank=2", "trainer.resume=force")
-    assert status == 1 and "is it of another model" in output and "Traceback" not in output
+    output = train("actor.lora_rank=2", "trainer.resume=force", status=1)
+    assert "is it of another model" in output and "Traceback" not in output
     assert contents(run) == before
 
     # The same rows elsewhere are the same experiment; a row more makes another one.
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "moved.jsonl").write_text(rows)
     moved = f"data.path={tmp_path}/moved.jsonl"
-    status, output = train(moved, "trainer.max_steps=5", "actor.lr=0.5")
-    assert status == 0 and "4 of 5 steps are done" in output
+    output = train(moved, "trainer.max_steps=5", "actor.lr=0.5")
+    assert "4 of 5 steps are done" in output
     assert "actor.lr: 0.01 -> 0.5" in output and "moved.jsonl" in output
     (tmp_path / "moved.jsonl").write_text(rows + rows.splitlines()[0] + "\n")
-    status, output = train(moved, "trainer.max_steps=6")
-    assert status == 1 and "moved.jsonl has another content" in output
-    status, output = train(moved, "trainer.max_steps=6", "trainer.resume=force")
-    assert status == 0 and "5 of 6 steps are done" in output and steps(run) == [1, 2, 3, 4, 5, 6]
+    assert "moved.jsonl has another content" in train(moved, "trainer.max_steps=6", status=1)
+    output = train(moved, "trainer.max_steps=6", "trainer.resume=force")
+    assert "5 of 6 steps are done" in output and steps(run) == [1, 2, 3, 4, 5, 6]
     record = json.loads((run / "checkpoints/step_6/run.json").read_text())
     assert record["rows"] == 2, "other rows begin with their first one"
 
 
 def test_a_run_without_checkpoints_is_compared_too_and_starts_over(train, tmp_path):
     no_checkpoints = ["trainer.save_freq=null", "trainer.max_steps=1"]
-    _, output = train(*no_checkpoints)
+    output = train(*no_checkpoints)
     assert "no checkpoints: trainer.save_freq is not set" in output
     assert "no checkpoint to resume from" not in output
     run = tmp_path / "runs/default"
     before = contents(run)
-    status, output = train(*no_checkpoints, "data.seed=3")
-    assert status == 1 and "data.seed: 0 -> 3" in output and contents(run) == before
-    status, output = train(*no_checkpoints)
-    assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
+    output = train(*no_checkpoints, "data.seed=3", status=1)
+    assert "data.seed: 0 -> 3" in output and contents(run) == before
+    output = train(*no_checkpoints)
+    assert "the earlier run is now in runs/default/branches/1" in output
     assert "has no checkpoint to resume from: the run starts over at step 0" in output
     assert load_file(run / "branches/1/model/model.safetensors") and steps(run) == [1]
-    _, output = train("trainer.max_steps=1", "trainer.resume=off")
+    output = train("trainer.max_steps=1", "trainer.resume=off")
     assert "no checkpoint" not in output
 
 
 def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, monkeypatch):
     taken = []
-    take = sft.make_batch
 
     def record_rows(run, examples):
         taken.extend(example.index for example in examples)
-        return take(run, examples)
 
-    monkeypatch.setattr(sft, "make_batch", record_rows)
+    before_each_call(monkeypatch, sft, "make_batch", record_rows)
     train("trainer.max_steps=4")
-    status, output = train("data.batch_size=4", "trainer.n_epochs=2")
-    assert status == 0 and "data.batch_size: 2 -> 4" in output
+    assert "data.batch_size: 2 -> 4" in train("data.batch_size=4", "trainer.n_epochs=2")
     assert sorted(taken[:NUM_ROWS]) == sorted(taken[NUM_ROWS:]) == list(range(NUM_ROWS))
     assert steps(tmp_path / "runs/default")[-1] == 4 + (2 * NUM_ROWS - 8) // 4
 
@@ -296,18 +282,16 @@ def test_an_older_checkpoint_begins_a_branch_in_which_the_same_command_goes_on(
     train, run, tmp_path, monkeypatch
 ):
     """Although the folder of the run is a mount point, which cannot be renamed."""
-    rename = os.rename
 
-    def rename_all_but_the_folder(source, target):
+    def refuse_the_folder(source, target):
         if Path(source).resolve() == run:
             raise OSError(16, "Device or resource busy", str(source))
-        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", rename_all_but_the_folder)
+    before_each_call(monkeypatch, os, "rename", refuse_the_folder)
     old_step_4 = contents(run / "checkpoints/step_4")
     keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1", "trainer.save_freq=1"]
-    status, output = train(*keys, "trainer.max_steps=4")
-    assert status == 0 and "what came after step 2 is now in runs/default/branches/1" in output
+    output = train(*keys, "trainer.max_steps=4")
+    assert "what came after step 2 is now in runs/default/branches/1" in output
     assert steps(run) == [1, 2, 3, 4] and steps(run / "branches/1") == [3, 4]
     assert contents(run / "branches/1/checkpoints/step_4") == old_step_4
     assert (run / "branches/1/model/config.json").exists()
@@ -316,20 +300,20 @@ def test_an_older_checkpoint_begins_a_branch_in_which_the_same_command_goes_on(
 
     whole = read_untimed_metrics(run)
     shutil.rmtree(run / "checkpoints/step_4")  # as if the run had been killed before
-    status, output = train(*keys, "trainer.max_steps=4")
-    assert status == 0 and "resumes from runs/default/checkpoints/step_3 and not from" in output
+    output = train(*keys, "trainer.max_steps=4")
+    assert "resumes from runs/default/checkpoints/step_3 and not from" in output
     assert "changed since" not in output and "3 of 4 steps are done" in output
     assert f"trainer.resume=force:{run}" in output and read_untimed_metrics(run) == whole
-    status, output = train(*keys, "trainer.max_steps=3")  # another command begins there again
-    assert status == 0 and "2 of 3 steps are done" in output
+    output = train(*keys, "trainer.max_steps=3")  # another command begins there again
+    assert "2 of 3 steps are done" in output
 
     # Into a folder of its own, and with another order of the rows only if that is forced.
     named = f"{run}/checkpoints/step_3"
     other = [f"trainer.save_dir={tmp_path}/other", "data.shuffle=false", "trainer.max_steps=4"]
-    status, output = train(*other, f"trainer.resume={named}")
-    assert status == 1 and f"trainer.resume=force:{named} resumes" in output
-    status, output = train(*other, f"trainer.resume=force:{named}")
-    assert status == 0 and steps(tmp_path / "other") == [4] and steps(run)[-1] == 3
+    output = train(*other, f"trainer.resume={named}", status=1)
+    assert f"trainer.resume=force:{named} resumes" in output
+    train(*other, f"trainer.resume=force:{named}")
+    assert steps(tmp_path / "other") == [4] and steps(run)[-1] == 3
 
 
 def test_folders_that_a_user_names_are_no_checkpoints(tmp_path):
@@ -342,13 +326,12 @@ def test_a_restart_by_torchrun_does_not_begin_again(train, run, monkeypatch):
     """trainer.resume=off would do so with every restart."""
     before = contents(run)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    status, output = train("trainer.resume=off")
-    assert status == 1 and "trainer.resume=off: torchrun has restarted" in output
+    assert "trainer.resume=off: torchrun has restarted" in train("trainer.resume=off", status=1)
     assert contents(run) == before
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    status, _ = train("trainer.max_steps=5")
+    train("trainer.max_steps=5")
     starts = json.loads((run / "run.json").read_text())["starts"]
-    assert status == 0 and [start["step"] for start in starts] == [0, 4]
+    assert [start["step"] for start in starts] == [0, 4]
     assert starts[-1]["command"][-1] == "trainer.max_steps=5"
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -401,12 +384,10 @@ def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
 ):
     keys = ["actor.scheduler=linear", "trainer.max_steps=4"]
     more = [*keys, "actor.update_per_rollout=3", "data.responses_per_prompt=3"]
-    status, output = train(*more, "trainer.experiment_name=whole", main=ppo.main)
-    assert status == 0, output
+    train(*more, "trainer.experiment_name=whole", main=ppo.main)
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
     keys.append(f"trainer.resume={whole}/checkpoints/step_2")
-    status, output = train(*keys, "data.responses_per_prompt=3", main=ppo.main)
-    assert status == 0, output
+    train(*keys, "data.responses_per_prompt=3", main=ppo.main)
     # 6 of 8 updates are done after step 2, in place of 6 of 12.
     rates = [line["actor/lr"] for line in read_metrics(run)]
     assert rates == pytest.approx([0.01 * (1 - done / 8) for done in (6, 7)])
@@ -419,58 +400,48 @@ def test_ppo_that_diverges_names_its_last_good_checkpoint(become_ppo, train, tmp
     monkeypatch.setattr(health, "SKIPPED_UPDATES", 2)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "schedule", lambda done, *rest: 1e20 if done == 2 else 1.0)
-        results = [train(*keys, main=ppo.main)]
-    results.append(train(*keys, main=ppo.main))
+        outputs = [train(*keys, main=ppo.main, status=1)]
+    outputs.append(train(*keys, main=ppo.main, status=1))
     good = "runs/default/checkpoints/step_2"
-    for status, output in results:
-        assert status == 1 and "Traceback" not in output, output
+    for output in outputs:
+        assert "Traceback" not in output
         assert "lower actor.lr=0.01" in output and f"trainer.resume={good}" in output
-    status, output = train(*keys, f"trainer.resume={good}", main=ppo.main)
-    assert status == 0 and steps(tmp_path / "runs/default") == [1, 2, 3, 4, 5]
+    train(*keys, f"trainer.resume={good}", main=ppo.main)
+    assert steps(tmp_path / "runs/default") == [1, 2, 3, 4, 5]
 
 
 def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch):
     """Not even for a signal."""
     with monkeypatch.context() as patch:
         patch.setattr(worker, "schedule", lambda done, *rest: 1e42 if done == 2 else 1.0)
-        stop_after(patch, 3)
-        status, output = train("trainer.save_freq=1")
-    assert status == 0 and "step 3 gets no checkpoint" in output
+        stop_in(patch, 3)
+        assert "step 3 gets no checkpoint" in train("trainer.save_freq=1")
     assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [1, 2]
 
 
 # A stop leaves the evaluation of its step to the next launch.
 
 
-def stop_after(monkeypatch, step):
-    """Lets a signal arrive in this step."""
-    finish_step = Recorder.finish_step
+def stop_in(monkeypatch, step, method="finish_step"):
+    """Lets a signal arrive in this step, before the recorder's method."""
 
-    def finish(self, number, *rest):
+    def stop(recorder, number, *_):
         if number == step:
-            self.stop_signal.requested_at = 0.0
-        return finish_step(self, number, *rest)
+            recorder.stop_signal.requested_at = 0.0
 
-    monkeypatch.setattr(Recorder, "finish_step", finish)
+    before_each_call(monkeypatch, Recorder, method, stop)
 
 
 def record_calls(monkeypatch):
     """A list of the names of what a step calls, in order."""
     calls = []
-
-    def record(owner, name):
-        method = getattr(owner, name)
-
-        def call(*arguments, **options):
-            calls.append(name)
-            return method(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    record(StopSignal, "is_requested_anywhere")
-    record(RunFolder, "write_records")
-    record(MetricsLog, "write")
-    record(Evaluator, "evaluate")
+    for owner, name in (
+        (StopSignal, "is_requested_anywhere"),
+        (RunFolder, "write_records"),
+        (MetricsLog, "write"),
+        (Evaluator, "evaluate"),
+    ):
+        before_each_call(monkeypatch, owner, name, lambda *_, name=name: calls.append(name))
     return calls
 
 
@@ -480,8 +451,7 @@ def test_a_stopped_run_evaluates_when_it_is_started_again(become_ppo, train, tmp
     keys += ["actor.freeze_steps=1"]  # the first checkpoint has an actor without updates
     with monkeypatch.context() as patch:
         calls = record_calls(patch)
-        status, output = train(*keys, "trainer.experiment_name=whole", main=ppo.main)
-    assert status == 0, output
+        train(*keys, "trainer.experiment_name=whole", main=ppo.main)
     # All ranks ask whether to stop before the first one writes, and again after an evaluation.
     evaluation = ["evaluate", "write_records"]
     ask = "is_requested_anywhere"
@@ -490,30 +460,20 @@ def test_a_stopped_run_evaluates_when_it_is_started_again(become_ppo, train, tmp
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
     for step in (1, 2):
         with monkeypatch.context() as patch:
-            stop_after(patch, step)
-            status, output = train(*keys, main=ppo.main)
-        assert status == 0 and f"the evaluation of step {step} is left out" in output, output
+            stop_in(patch, step)
+            assert f"the evaluation of step {step} is left out" in train(*keys, main=ppo.main)
         assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)] == [step]
         assert listed(run) == ("stopped", step, 2)
-    status, output = train(*keys, main=ppo.main)
-    assert status == 0 and "2 of 2 steps are done" in output, output
+    assert "2 of 2 steps are done" in train(*keys, main=ppo.main)
     assert read_untimed_metrics(run) == read_untimed_metrics(whole)
     for pattern in ("rollouts/*/*.jsonl", "model/*.safetensors"):
         for path in whole.glob(pattern):
             assert (run / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
-    status, output = train(*keys, main=ppo.main)
-    assert status == 0 and "all steps are done" in output
+    assert "all steps are done" in train(*keys, main=ppo.main)
 
 
 def test_a_signal_in_an_evaluation_trains_no_further_step(train, tmp_path, monkeypatch):
-    evaluate = Recorder._evaluate
-
-    def evaluate_and_stop(self, step):
-        if step == 2:
-            self.stop_signal.requested_at = 0.0
-        return evaluate(self, step)
-
-    monkeypatch.setattr(Recorder, "_evaluate", evaluate_and_stop)
+    stop_in(monkeypatch, 2, "_evaluate")
     train("data.test_path=rows.jsonl", "trainer.test_freq=2", "trainer.save_freq=null")
     assert steps(tmp_path / "runs/default") == [0, 1, 2]
     assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [2]
@@ -541,15 +501,15 @@ def test_a_small_file_that_is_damaged_is_named(train, run):
             shutil.rmtree(run / "checkpoints")
         whole = (run / name).read_text()
         (run / name).write_text(damaged)
-        status, output = train("trainer.max_steps=4")
+        output = train("trainer.max_steps=4", status=1)
         (run / name).write_text(whole)
-        assert status == 1 and "is damaged" in output and Path(name).name in output, output
+        assert "is damaged" in output and Path(name).name in output
         assert "Traceback" not in output and "loading" not in output
         assert "restore" in output or "trainer.resume=off" in output
     for name in ("run.json", "metrics.jsonl", "config.yaml"):
         (run / name).write_text(f"{name} [")
-    status, output = train("trainer.max_steps=1", "trainer.resume=off")
-    assert status == 0 and steps(run) == [1]
+    train("trainer.max_steps=1", "trainer.resume=off")
+    assert steps(run) == [1]
     for name in ("run.json", "metrics.jsonl", "config.yaml"):
         assert (run / "branches/1" / name).read_text() == f"{name} ["
 
@@ -569,7 +529,7 @@ def test_leftovers_of_kills_are_swept(train, run, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             delete(checkpoints.path(2))
     assert checkpoints.steps() == [4], "half a checkpoint has the name of a whole one"
-    _, output = train("trainer.max_steps=4")
+    output = train("trainer.max_steps=4")
     assert "all steps are done" in output and contents(checkpoints.path(4)) == expected
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_4"]
 
@@ -598,13 +558,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, run)
         (newest / name).unlink()
         if damaged is not None:
             (newest / name).write_bytes(damaged)
-        status, output = train()
-        assert status == 1 and "Traceback" not in output, name
+        output = train(status=1)
+        assert "Traceback" not in output, name
         assert "the checkpoint runs/default/checkpoints/step_4 is damaged" in output, name
         assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
         (newest / name).write_bytes(whole)
-    status, output = train()
-    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+    train()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
@@ -622,8 +582,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
     ):
         if folder == "runs/full":
             monkeypatch.setattr(RunLock, "acquire", fail)
-        status, output = train(f"trainer.save_dir={folder}")
-        assert status == 1 and f"trainer.save_dir={folder} cannot be written: " in output
+        output = train(f"trainer.save_dir={folder}", status=1)
+        assert f"trainer.save_dir={folder} cannot be written: " in output
         assert reason in output and "loading" not in output
     assert (tmp_path / "file").read_text() == "mine"
 
