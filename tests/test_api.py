@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from common import LETTER_ENV, ROOT, launch, make_model, read_untimed_metrics, run, start_server
+from common import LETTER_ENV, ROOT, launch, read_untimed_metrics, run, start_server
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import rl2
@@ -50,25 +50,15 @@ def reward_fn(messages, answer):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("api") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def launcher():
     """The process that starts those of `launch`, which stays."""
     return start_server(ROOT)
 
 
-def train_ppo(model, name, function=reward_fn, **keys):
-    return rl2.train(
-        "ppo",
-        rows=ROWS,
-        reward_fn=function,
-        model_name=model,
-        **KEYS,
-        **{"trainer.experiment_name": name, **keys},
-    )
+def train_ppo(model, name="run", **others):
+    """Trains on the letter task, where `others` do not say otherwise."""
+    task = {"rows": ROWS, "reward_fn": reward_fn, "trainer.experiment_name": name}
+    return rl2.train("ppo", model_name=model, **KEYS | task | others)
 
 
 def train_in_event_loop(*arguments, **keys):
@@ -184,7 +174,7 @@ def test_runs_follow_each_other_in_a_process(model, unchanged_process):
         errors.append(str(error.value))
         return reward_fn(messages, answer)
 
-    first = train_ppo(model, "first", train_in_a_run)
+    first = train_ppo(model, "first", reward_fn=train_in_a_run)
     assert set(errors) == {"this process is training already: call rl2.train after that run"}
     for train, name in ((train_ppo, "second"), (train_in_event_loop, "third")):
         again = train(model, name)
@@ -202,11 +192,11 @@ def test_a_failing_reward_leaves_a_process_that_can_train(model, capsys, unchang
         return 0.0
 
     with pytest.raises(ValueError, match="KeyError: 'nope'"):  # when it is tried
-        train_ppo(model, "run", fail)
+        train_ppo(model, reward_fn=fail)
     assert "loading" not in capsys.readouterr().out, "the model loads before the trial"
     with pytest.raises(RuntimeError, match="failed on .*(?s:.*)KeyError: 'later'"):
-        train_in_event_loop(model, "run", fail_later)
-    train_ppo(model, "run", **{"trainer.resume": "off"})
+        train_in_event_loop(model, reward_fn=fail_later)
+    train_ppo(model, **{"trainer.resume": "off"})
 
 
 def test_a_run_that_fails_ends_its_services(model, monkeypatch):
@@ -222,7 +212,7 @@ def test_a_run_that_fails_ends_its_services(model, monkeypatch):
     service = Service()
     monkeypatch.setattr(loggers, "start_wandb", lambda *run: service)
     with pytest.raises(RuntimeError, match="no network"):
-        train_ppo(model, "run", **{"trainer.loggers": ["wandb"]})
+        train_ppo(model, **{"trainer.loggers": ["wandb"]})
     assert not service.is_open and os.path.exists("runs/run/report.html")
 
 
@@ -257,19 +247,19 @@ def test_ctrl_c_ends_the_trial_and_saves_the_run_that_the_same_call_resumes(
         return reward_fn(messages, answer)
 
     with pytest.raises(KeyboardInterrupt):
-        train_ppo(model, "trial", interrupt_the_trial)
+        train_ppo(model, "trial", reward_fn=interrupt_the_trial)
     with pytest.raises(KeyboardInterrupt):
-        train_ppo(model, "twice", CtrlC(2))
+        train_ppo(model, "twice", reward_fn=CtrlC(2))
     assert not rl2.Run("runs/twice").model_path.exists()
-    stopped = train_ppo(model, "run", CtrlC(1))
+    stopped = train_ppo(model, reward_fn=CtrlC(1))
     assert [line["step"] for line in stopped.metrics] == [1] and stopped.model_path.exists()
-    resumed = train_ppo(model, "run", CtrlC(0))
+    resumed = train_ppo(model, reward_fn=CtrlC(0))
     assert [line["step"] for line in resumed.metrics] == [1, 2]
     whole = train_ppo(model, "whole")
     assert read_untimed_metrics(resumed.path) == read_untimed_metrics(whole.path)
     assert weights(resumed) == weights(whole)
     changed = weights(resumed)
-    assert train_ppo(model, "run", CtrlC(0)) == resumed  # all steps are done
+    assert train_ppo(model, reward_fn=CtrlC(0)) == resumed  # all steps are done
     assert weights(resumed) == changed
 
 
@@ -296,9 +286,9 @@ def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_proce
         "    subprocess.Popen(['sleep', '60'])\n"
         "    raise KeyError('later')\n"
     )
-    keys = {**KEYS, "rollout.env_isolation": "process", "rollout.env_concurrency": 2}
+    keys = {"rollout.env_isolation": "process", "rollout.env_concurrency": 2}
     with pytest.raises(RuntimeError, match="KeyError: 'later'"):
-        rl2.train("ppo", rows=ROWS, env="env.py", model_name=model, **keys)
+        train_ppo(model, env="env.py", reward_fn=None, **keys)
 
 
 def test_an_agent_finds_the_model(model, unchanged_process):
@@ -313,8 +303,7 @@ def test_an_agent_finds_the_model(model, unchanged_process):
         reply = await asyncio.to_thread(ask, base_url, api_key, row["messages"])
         return reward_fn([{"content": reply}], row["answer"])
 
-    keys = {**KEYS, "rollout.max_turns": 2}
-    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **keys)
+    trained = train_ppo(model, run=agent, reward_fn=None, **{"rollout.max_turns": 2})
     assert [line["reward/run"] > 0 for line in trained.metrics] == [True, True]
 
 
@@ -352,13 +341,11 @@ def test_other_rows_or_functions_are_another_experiment(model):
     def scaled(messages):
         return scale * len(messages)
 
-    recorded = train_ppo(model, "run", scaled)
-    [record] = recorded.path.glob("inputs/env-*.py")
+    [record] = train_ppo(model, reward_fn=scaled).path.glob("inputs/env-*.py")
     with pytest.raises(ValueError, match="another experiment:\n.*rollout.env_path"):
-        train_ppo(model, "run", lambda messages: 1.0)
-    keys = {**KEYS, "trainer.experiment_name": "run"}
+        train_ppo(model, reward_fn=lambda messages: 1.0)
     with pytest.raises(ValueError, match="another experiment:\n.*data.path"):
-        rl2.train("ppo", rows=ROWS[1:], reward_fn=scaled, model_name=model, **keys)
+        train_ppo(model, rows=ROWS[1:], reward_fn=scaled)
     assert "scale * len(messages)" in record.read_text()
     with pytest.raises(ValueError, match="given to rl2.train by Python code"):
         import_env_file(str(record))
@@ -402,10 +389,10 @@ def test_what_cannot_work_is_refused_in_words(message, model, unchanged_process)
 def test_torchrun_and_a_foreign_process_group_are_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(RuntimeError, match="torchrun has started this one"):
-        train_ppo(model, "run")
+        train_ppo(model)
     monkeypatch.delenv("RANK")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(RuntimeError, match="destroy_process_group"):
-        train_ppo(model, "run")
+        train_ppo(model)
     assert dist.is_initialized()
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch.distributed as dist
-from common import make_model, read_untimed_metrics
+from common import read_untimed_metrics
 
 import rl2
 from rl2.config.schema import SFTConfig
@@ -28,11 +28,6 @@ KEYS = {
     "trainer.save_best": "auto",
     "trainer.keep_checkpoints": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("best") / "tiny")
 
 
 def train(model, name, **keys):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from common import check_adapter, launch, make_model, make_tokenizer
+from common import check_adapter, launch, make_tokenizer
 from parity import make_batch, policy_loss, worker_config
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,16 +18,15 @@ from rl2.run.weights_hash import hash_states
 from rl2.worker import Worker
 
 
-def test_a_checkpoint_moves_between_layouts(tmp_path):
-    name = make_model(tmp_path / "model")
+def test_a_checkpoint_moves_between_layouts(model, tmp_path):
     folder = tmp_path / "run"
     # Sequence parallelism shards as "load" does.
     two_ranks = ["load", "load_hybrid", "load_tp"]
-    launch(2, "tests/moves.py", name, folder, "save", *two_ranks)
+    launch(2, "tests/moves.py", model, folder, "save", *two_ranks)
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2] * 3
-    launch(1, "tests/moves.py", name, folder, "load")
+    launch(1, "tests/moves.py", model, folder, "load")
     for mode, world in [("load", 1), *((mode, 2) for mode in two_ranks)]:
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2] * len(saved["metrics"])
@@ -48,7 +47,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     keys = FileSystemReader(folder / "step_1").read_metadata().state_dict_metadata
     names = {key.removeprefix("lora.model.") for key in keys if key.startswith("lora.model.")}
     assert len(names) == 1 + 2 * 7 * 2 and all(".lora_" in key or "score" in key for key in names)
-    check_adapter(AutoModelForSequenceClassification, name, folder / "lora")
+    check_adapter(AutoModelForSequenceClassification, model, folder / "lora")
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     bf16 = AutoModelForCausalLM.from_pretrained(folder / "export_bf16", dtype="auto")
     dtypes = {weight.dtype for weight in bf16.parameters()}
@@ -60,13 +59,12 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         assert torch.equal(weight, saved["exported"][key]), key
 
 
-def test_an_exported_optimizer_goes_on(tmp_path, device):
-    name = make_model(tmp_path / "model")
-    worker = Worker(worker_config(name, lr=1e-3), device, False, 8)
+def test_an_exported_optimizer_goes_on(model, tmp_path, device):
+    worker = Worker(worker_config(model, lr=1e-3), device, False, 8)
     worker.update(make_batch(), policy_loss, with_entropy=True)
     export = str(tmp_path / "export")
     worker.export(export, make_tokenizer(), with_optimizer=True)
-    config = worker_config(name, lr=1e-3, optimizer_dir=export)
+    config = worker_config(model, lr=1e-3, optimizer_dir=export)
     hashes = []
     for each in (worker, Worker(config, device, False, 8)):
         hashes.append(hash_states({"actor": each}, {"actor": each.optimizer.state_dict()}))

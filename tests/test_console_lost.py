@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from common import letter_run, make_environment, make_model, read_metrics
+from common import letter_run, make_environment, read_metrics
 
 # Whatever a run prints by, in every call of the environment.
 NOISY_ENV = """
@@ -23,9 +23,9 @@ def reward_fn(messages, answer):
 """
 
 
-def test_a_run_goes_on_without_its_terminal_and_the_reader_of_its_errors(tmp_path):
+def test_a_run_goes_on_without_its_terminal_and_the_reader_of_its_errors(model, tmp_path):
     """stdout is a terminal that is closed, and stderr a pipe as with `2>&1 | head -1`."""
-    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
+    keys = letter_run(tmp_path, model)
     (tmp_path / "env.py").write_text(NOISY_ENV)
     keys += [
         "data.responses_per_prompt=2",

@@ -35,10 +35,9 @@ PPO = ("-m", "rl2.trainer.ppo")
 
 
 @pytest.fixture
-def setup(tmp_path):
-    """Arguments of a small run: a model, a data set and an env file in `tmp_path`."""
-    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
-    return [*keys, f"trainer.save_dir={tmp_path / 'run'}"]
+def setup(model, tmp_path):
+    """Arguments of a small run: a data set and an env file in `tmp_path`."""
+    return [*letter_run(tmp_path, model), f"trainer.save_dir={tmp_path / 'run'}"]
 
 
 def free_port() -> int:

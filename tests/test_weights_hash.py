@@ -3,7 +3,6 @@
 import random
 
 import torch
-from common import make_model
 from parity import worker_config
 
 from rl2.parallel.offload import WeightMemory
@@ -15,8 +14,8 @@ def hash_of(worker):
     return hash_weights({"actor": worker})["actor"]
 
 
-def test_each_changed_bit_and_each_exchange_changes_the_hash(tmp_path, device, monkeypatch):
-    worker = Worker(worker_config(make_model(tmp_path / "model"), lr=1e-3), device, False, 8)
+def test_each_changed_bit_and_each_exchange_changes_the_hash(model, device, monkeypatch):
+    worker = Worker(worker_config(model, lr=1e-3), device, False, 8)
     expected = hash_of(worker)
     weights = {name: p._local_tensor for name, p in worker.trained_parameters.items()}
     saved = {name: weight.clone() for name, weight in weights.items()}
@@ -46,21 +45,19 @@ def test_each_changed_bit_and_each_exchange_changes_the_hash(tmp_path, device, m
     assert hash_of(worker) == expected
 
 
-def test_weights_in_host_memory_and_frozen_ones_have_a_hash(tmp_path, device):
-    name = make_model(tmp_path / "model")
-    worker = Worker(worker_config(name, lr=1e-3), device, False, 8)
-    frozen = Worker(worker_config(name), device)
+def test_weights_in_host_memory_and_frozen_ones_have_a_hash(model, device):
+    worker = Worker(worker_config(model, lr=1e-3), device, False, 8)
+    frozen = Worker(worker_config(model), device)
     expected = hash_of(worker)
     assert hash_of(frozen) == expected, "all weights are trained, and all are in a frozen model"
     worker.memory = WeightMemory(worker.model, in_host_memory=True)
     assert hash_of(worker) == expected
-    half = Worker(worker_config(name, dtype="bfloat16"), device)
+    half = Worker(worker_config(model, dtype="bfloat16"), device)
     assert hash_of(half) != expected
 
 
-def test_of_a_model_with_adapters_these_are_hashed(tmp_path, device):
-    name = make_model(tmp_path / "model")
-    worker = Worker(worker_config(name, lr=1e-3, lora_rank=2), device, False, 8)
+def test_of_a_model_with_adapters_these_are_hashed(model, device):
+    worker = Worker(worker_config(model, lr=1e-3, lora_rank=2), device, False, 8)
     expected = hash_of(worker)
     base = dict(worker.model.named_parameters())
     base_name = next(key for key in base if key not in worker.trained_parameters)
