@@ -213,6 +213,13 @@ def find_blocks(page):
     return re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
 
 
+@pytest.fixture
+def load_example(monkeypatch):
+    """Imports a module of examples/."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module
+
+
 def test_the_readmes_own_task_runs(tmp_path, left_by_quickstart):
     section = (ROOT / "README.md").read_text().partition("## Your own task")[2]
     blocks = dict(reversed(find_blocks(section)))  # the first one of each language
@@ -241,11 +248,10 @@ def test_the_tutorial_runs(tmp_path, left_by_quickstart):
 
 
 def test_the_quickstart_ends_with_answers_errors_the_report_and_the_next_command(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch, load_example
 ):
     """4% and 96% of 25 questions are 8 points (95%) from being known."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    quickstart = importlib.import_module("quickstart")
+    quickstart = load_example("quickstart")
     monkeypatch.setattr(quickstart, "draw_rewards", lambda *arguments: None)
     line = {"time/step": 1.0, "tokens/sampled": 9, "reward/mean": 0.5}
     lines = [{"step": i, "test/reward/mean": mean, **line} for i, mean in enumerate((0.04, 0.96))]
@@ -286,16 +292,11 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
         worker = "critic" if trainer == "rm" else "actor"
         folder.mkdir()
         write_jsonl(folder / "test.jsonl", rows[:3])
-        extra = [
-            "trainer.max_steps=3",
-            "trainer.test_freq=2",
-            f"{worker}.lr=0.1",
-        ]
-        name = trainer
+        extra = ["trainer.max_steps=3", "trainer.test_freq=2", f"{worker}.lr=0.1"]
         if trainer == "kto":
-            name = "dpo"
             extra += ["dpo.loss=kto", "dpo.beta=0.5"]
-        command = ["sgd", name, *make_arguments(folder, rows, worker, *extra)]
+        module = trainer.replace("kto", "dpo")
+        command = ["sgd", module, *make_arguments(folder, rows, worker, *extra)]
         runs[1].append([*command, f"trainer.save_dir={folder}/one_process"])
         for layout, setting in LAYOUTS.items():
             save_dir = f"trainer.save_dir={folder}/{layout}"
@@ -329,9 +330,8 @@ def test_the_quickstart_rewards_a_brief_reply_with_the_answer_alone():
         assert [score([{"content": reply}], "63") for reply in replies] == [reward] * len(replies)
 
 
-def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    importlib.import_module("quickstart").make_task(tmp_path)
+def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, load_example):
+    load_example("quickstart").make_task(tmp_path)
     rows = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     questions = {row["messages"][-1]["content"] for row in rows["train"] + rows["test"]}
     assert (len(rows["train"]), len(rows["test"]), len(questions)) == (2000, 100, 2100)
@@ -340,10 +340,9 @@ def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, monkeyp
         assert row["answer"] == max(numbers) and len(numbers) == 4
 
 
-def test_the_pipelines_sums_hold_out_questions_that_no_prompt_shows(monkeypatch):
+def test_the_pipelines_sums_hold_out_questions_that_no_prompt_shows(monkeypatch, load_example):
     """The stand-in for reasoning-gym draws all 200 questions, and some of them twice."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    pipeline = importlib.import_module("pipeline")
+    pipeline = load_example("pipeline")
 
     def create_dataset(name, size, seed, **options):
         items = []
