@@ -110,9 +110,6 @@ def unchanged_process():
     assert list_activity() - activity_before == set()
 
 
-# The weights of the engine.
-
-
 def test_a_weight_that_the_engine_lacks_after_the_first_update_ends_the_run(model, monkeypatch):
     """At the start both sides have read the same files; only an update shows what is not sent."""
     load_weights = LocalEngine.load_weights
@@ -125,9 +122,6 @@ def test_a_weight_that_the_engine_lacks_after_the_first_update_ends_the_run(mode
     monkeypatch.setattr(LocalEngine, "load_weights", forget_one)
     with pytest.raises(RuntimeError, match=r"1 weights of the engine .*'model\.norm\.weight'"):
         train_ppo(model, "forgetful")
-
-
-# The command line.
 
 
 def test_rows_files_and_the_command_line_give_the_same_bits(
@@ -160,9 +154,6 @@ def test_rows_files_and_the_command_line_give_the_same_bits(
         for step in (1, 2):
             assert ours.rollouts(step) == other.rollouts(step)
         assert ours.rollouts(0, "test_few") == other.rollouts(0, "test_few")
-
-
-# The process.
 
 
 def test_runs_follow_each_other_in_a_process(model, unchanged_process):
@@ -271,9 +262,6 @@ def test_a_run_that_is_not_there_is_told(tmp_path):
 def test_importing_rl2_is_light():
     heavy = "{'torch', 'transformers', 'numpy', 'omegaconf', 'hydra'}"
     run("-c", f"import sys, rl2; rl2.train; assert not {heavy} & {{*sys.modules}}")
-
-
-# What is given.
 
 
 def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_process):

@@ -138,9 +138,6 @@ def contents(folder):
     return files
 
 
-# The chat template of a run.
-
-
 @pytest.mark.parametrize("main", [ppo.main, sft.main])
 def test_a_run_keeps_its_template_system_prompt_and_date(
     request, train, tmp_path, monkeypatch, main

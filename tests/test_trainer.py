@@ -40,12 +40,6 @@ def setup(model, tmp_path):
     return [*letter_run(tmp_path, model), f"trainer.save_dir={tmp_path / 'run'}"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def train(world, *arguments, **options):
     """Run rl2.trainer.ppo with `world` processes."""
     return launch(world, *PPO, *arguments, **options)
@@ -285,13 +279,15 @@ def test_a_run_on_two_nodes_is_that_of_one_node_and_goes_on_there(setup, tmp_pat
         "critic.lr=0.01",
         "critic.dtype=float32",
     ]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     command = [
         "-m",
         "torch.distributed.run",
         "--nnodes=2",
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=127.0.0.1:{free_port()}",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
         *PPO,
         *arguments,
         "trainer.max_steps=2",
