@@ -24,14 +24,14 @@ LOSSES = {"actor": policy_loss, "muon": policy_loss, "lora": value_loss}
 def make_workers(name, device, layout):
     """Two actors, one of them for Muon, and a critic with adapters."""
     settings = {"lr": 1e-3, "warmup_ratio": 0.5, **layout}
-    muon = {"optimizer": "muon", "weight_decay": 0.1, **settings}
     torch.manual_seed(0)
-    config = worker_config(name, **settings)
-    adapted = worker_config(name, lora_rank=2, **settings)
+    actor = worker_config(name, **settings)
+    muon = worker_config(name, optimizer="muon", weight_decay=0.1, **settings)
+    lora = worker_config(name, lora_rank=2, **settings)
     return {
-        "actor": Worker(config, device, False, 8),
-        "muon": Worker(worker_config(name, **muon), device, False, 8),
-        "lora": Worker(adapted, device, True, 8),
+        "actor": Worker(actor, device, False, 8),
+        "muon": Worker(muon, device, False, 8),
+        "lora": Worker(lora, device, True, 8),
     }
 
 
@@ -42,7 +42,6 @@ def update(workers, batch):
     for role, worker in workers.items():
         result = worker.update(batch, LOSSES[role], with_entropy=LOSSES[role] == policy_loss)
         metrics[role] = result.to_log()
-    for role, worker in workers.items():
         for name, weight in worker.iter_full_weights(torch.float32):
             weights[role, name] = weight
     return {"metrics": metrics, "weights": weights, "random_numbers": torch.rand(3)}

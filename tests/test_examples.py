@@ -111,14 +111,6 @@ def labelled(i):
     return {"prompt": pair["messages"], "completion": reply, "label": i % 2 == 0}
 
 
-def tokenize_pair(tokenizer, row):
-    """The tokens of both conversations."""
-    for reply in (row["chosen"], row["rejected"]):
-        messages = [*row["messages"], {"role": "assistant", "content": reply}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        yield tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def test_dpo(tmp_path):
     """Of adapters, whose base is the reference."""
     test_rows = [preference(i) for i in (30, 31, 32)]
@@ -156,10 +148,12 @@ def test_reward_model(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
     assert model.config.num_labels == 1
-    sequences = []
+    chats = []
     for row in test_rows:
-        sequences += tokenize_pair(tokenizer, row)
-    inputs = tokenizer.pad({"input_ids": sequences}, return_tensors="pt")
+        for reply in (row["chosen"], row["rejected"]):
+            chats.append([*row["messages"], {"role": "assistant", "content": reply}])
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     rewards = model(**inputs).logits[:, 0].double()
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     assert last["test/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
@@ -170,13 +164,9 @@ def test_reward_model(tmp_path, monkeypatch):
     # envs/reward_model.py, with the model in process, gives the rewards of training.
     monkeypatch.setenv("RL2_REWARD_MODEL", str(tmp_path / "run/model"))
     env = load_env(str(ROOT / "envs/reward_model.py"))
-    for reply, expected in (("chosen", chosen[0]), ("rejected", rejected[0])):
-        messages = [
-            *test_rows[0]["messages"],
-            {"role": "assistant", "content": test_rows[0][reply]},
-        ]
+    for chat, expected in zip(chats[:2], rewards, strict=False):
         reward = pytest.approx(expected.item(), abs=1e-5)
-        assert asyncio.run(env.score(messages, test_rows[0])) == {"reward": reward}
+        assert asyncio.run(env.score(chat, test_rows[0])) == {"reward": reward}
 
 
 @pytest.fixture
