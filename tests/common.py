@@ -215,15 +215,15 @@ def reward_fn(messages, answer):
     reply = messages[-1]["content"]
     return sum(letter in answer for letter in reply) / max(len(reply), 1)
 """
+LETTER_ROWS = [
+    {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+    for i in range(24)
+]
 
 
 def write_letter_task(folder) -> list[str]:
     """Writes train.jsonl, of 24 rows, and env.py into `folder`. Returns the keys that name them."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
-        for i in range(24)
-    ]
-    write_jsonl(folder / "train.jsonl", rows)
+    write_jsonl(folder / "train.jsonl", LETTER_ROWS)
     (folder / "env.py").write_text(LETTER_ENV)
     return [f"data.path={folder / 'train.jsonl'}", f"rollout.env_path={folder / 'env.py'}"]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from common import LETTER_ENV, ROOT, launch, read_untimed_metrics, run, start_server
+from common import LETTER_ENV, LETTER_ROWS, ROOT, launch, read_untimed_metrics, run, start_server
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import rl2
@@ -30,10 +30,6 @@ from rl2.user_files import import_env_file
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 
-ROWS = [
-    {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
-    for i in range(24)
-]
 PAIRS = [{"prompt": f"say ä, {i}", "chosen": "abc", "rejected": "xyz"} for i in range(8)]
 KEYS = {
     "data": {"prompts_per_rollout": 4, "responses_per_prompt": 8},
@@ -57,7 +53,7 @@ def launcher():
 
 def train_ppo(model, name="run", **others):
     """Trains on the letter task, where `others` do not say otherwise."""
-    task = {"rows": ROWS, "reward_fn": reward_fn, "trainer.experiment_name": name}
+    task = {"rows": LETTER_ROWS, "reward_fn": reward_fn, "trainer.experiment_name": name}
     return rl2.train("ppo", model_name=model, **KEYS | task | others)
 
 
@@ -129,7 +125,7 @@ def test_rows_files_and_the_command_line_give_the_same_bits(
 ):
     """Once with the environment in processes of its own."""
     (tmp_path / "env.py").write_text(LETTER_ENV)
-    ours = train_ppo(model, "python", test_rows={"few": ROWS[:3], "one": ROWS[:1]})
+    ours = train_ppo(model, "python", test_rows={"few": LETTER_ROWS[:3], "one": LETTER_ROWS[:1]})
     rows, few, one = (
         next(ours.path.glob(f"inputs/{name}-*.jsonl"))
         for name in ("rows", "test_rows_few", "test_rows_one")
@@ -137,7 +133,7 @@ def test_rows_files_and_the_command_line_give_the_same_bits(
     paths = rl2.train(
         "ppo",
         rows=rows,
-        test_rows={"few": few, "one": ROWS[:1]},
+        test_rows={"few": few, "one": LETTER_ROWS[:1]},
         env=tmp_path / "env.py",
         **{**KEYS, "actor.model_name": model, "rollout.env_isolation": "process"},
         trainer={"experiment_name": "paths"},
@@ -333,7 +329,7 @@ def test_other_rows_or_functions_are_another_experiment(model):
     with pytest.raises(ValueError, match="another experiment:\n.*rollout.env_path"):
         train_ppo(model, reward_fn=lambda messages: 1.0)
     with pytest.raises(ValueError, match="another experiment:\n.*data.path"):
-        train_ppo(model, rows=ROWS[1:], reward_fn=scaled)
+        train_ppo(model, rows=LETTER_ROWS[1:], reward_fn=scaled)
     assert "scale * len(messages)" in record.read_text()
     with pytest.raises(ValueError, match="given to rl2.train by Python code"):
         import_env_file(str(record))
@@ -368,7 +364,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_work_is_refused_in_words(message, model, unchanged_process):
-    arguments = {"trainer": "ppo", "rows": ROWS, "reward_fn": reward_fn, "model_name": model}
+    arguments = {"trainer": "ppo", "rows": LETTER_ROWS, "reward_fn": reward_fn, "model_name": model}
     arguments = {**arguments, **WRONG[message]}
     with pytest.raises(ValueError, match=message):
         rl2.train(arguments.pop("trainer"), **arguments)

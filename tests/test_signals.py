@@ -86,12 +86,9 @@ def test_a_rank_in_c_code_ends_with_its_launcher():
         "import os, re; from rl2.run.signals import end_with_launcher; end_with_launcher();"
         "print(os.getpid(), flush=True); re.match(r'(a+)+$', 'a' * 40 + 'b')"
     )
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])",
-        ],
+        [sys.executable, "-c", code],
         env={**os.environ, "TORCHELASTIC_RUN_ID": "test"},
         stdout=subprocess.PIPE,
         text=True,

@@ -141,14 +141,7 @@ def test_all_layouts_train_the_same_policy(setup, tmp_path):
         "actor.lr=0.001",
         "rollout.train_sampling_params.top_k=20",
     ]
-    keys = [
-        "reward/mean",
-        "actor/loss",
-        "actor/kl",
-        "actor/grad_norm",
-        "critic/loss",
-        "actor/lr",
-    ]
+    keys = ["reward/mean", "actor/loss", "actor/kl", "actor/grad_norm", "critic/loss", "actor/lr"]
     runs = []
     for name, layout in layouts.items():
         runs.append(["ppo", *arguments, *layout.split(), f"trainer.save_dir={tmp_path / name}"])
