@@ -99,8 +99,9 @@ def worker_config(model_name: str, **changes) -> ActorConfig:
     return ActorConfig(model_name=model_name, **{**settings, **changes})
 
 
-def make_batch():
-    batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
+def make_batch(longest=20):
+    """Groups of random rows with advantages, token weights and ages. Prompts are masked."""
+    batch = collate(make_samples(seed=1, num_groups=3, longest=longest))
     torch.manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape) * batch.mask
     batch.token_weights = batch.mask / batch.mask.sum()

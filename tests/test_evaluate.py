@@ -20,11 +20,7 @@ from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.ppo_inputs import make_prompts
-from rl2.rollout.evaluate import (
-    Evaluator,
-    clustered_mean,
-    measure_samples,
-)
+from rl2.rollout.evaluate import Evaluator, clustered_mean, measure_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
 ENV = """

@@ -10,12 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from parity import policy_loss, value_loss
-from planned_worker import (
-    SLACK_BYTES,
-    WAITS_OF_AN_UPDATE,
-    Watch,
-    fake_gpu,
-)
+from planned_worker import SLACK_BYTES, WAITS_OF_AN_UPDATE, Watch, fake_gpu
 from shapes import make_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -24,13 +24,7 @@ from rl2.rollout.filter import FilteredSchedule
 from rl2.rollout.play import Rollout
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
 from rl2.rollout.shape import add_overlong
-from rl2.rollout.stats import (
-    add_ages,
-    mask_truncated,
-    summarise,
-    summarise_groups,
-    take_samples,
-)
+from rl2.rollout.stats import add_ages, mask_truncated, summarise, summarise_groups, take_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong

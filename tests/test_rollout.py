@@ -39,13 +39,7 @@ from rl2.rollout.stats import (
     take_samples,
     to_records,
 )
-from rl2.rollout.trajectory import (
-    FilterStatus,
-    FinishReason,
-    Trajectory,
-    begin_group,
-    place_reward,
-)
+from rl2.rollout.trajectory import FilterStatus, FinishReason, Trajectory, begin_group, place_reward
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
 TOOL_ENV = """

@@ -11,79 +11,50 @@ from engine_contract import (
     abort_all,
     check_attributes,
     check_no_process_left,
+    check_other_weights,
     check_refused,
-    check_stop_tokens,
+    check_sampling,
+    full_weights,
+    logp_gaps,
     make_prompts,
-    plain_logps,
     play,
 )
 from figures import record
-from tools import (
-    DEVICE,
-    DRY,
-    make_batch,
-    make_model,
-    need,
-    policy_loss,
-    sglang_args,
-    used_gib,
-    worker_config,
-)
+from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib, worker_config
 from transformers import AutoModelForCausalLM
 
 from rl2.config.engines import ENGINES
 from rl2.engine.base import EngineSettings
-from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
-def engine_settings(kind, name, device, max_running_requests):
-    return EngineSettings(
-        model_name=name,
-        dtype=compute_dtype("auto", device),
-        device=device,
+def start(kind, actor, max_running_requests):
+    """An engine of the kind with the weights of `actor`."""
+    settings = EngineSettings(
+        model_name=actor.config.model_name,
+        dtype=actor.dtype,
+        device=actor.mesh.device,
         max_running_requests=max_running_requests,
         deterministic=False,
         gpu_memory_utilization=0.5,
         engine_args=sglang_args() if kind == "sglang" else {},
     )
-
-
-def start(kind, settings):
     before = time.perf_counter()
     engine = pkgutil.resolve_name(ENGINES[kind])(settings)
     record(start_seconds=time.perf_counter() - before)
+    check_attributes(engine, settings)
+    engine.load_weights(full_weights(actor), actor.version)
     return engine
 
 
-def logp_differences(generations, prompts, model, temperature):
-    """Returns |engine's log-probability - plain fp32 forward's| of every sampled token."""
-    differences = []
-    for prompt, out in zip(prompts, generations, strict=True):
-        expected = plain_logps(model, prompt, out.tokens, temperature)
-        differences.append((expected - torch.tensor(out.logps)).abs())
-    return torch.cat(differences)
-
-
-def check_sampling(engine, prompts, model):
-    """Checks log-probabilities, lengths, stop tokens and groups."""
-    for temperature in (1.0, 0.6):
-        generations = play(engine, prompts, temperature=temperature, max_new_tokens=40)
-        gaps = logp_differences(generations, prompts, model, temperature)
-        figures = {
-            f"logps_at_{temperature}": gaps.max().item(),
-            f"mean_logps_at_{temperature}": gaps.mean().item(),
-        }
-        record(**figures)
-        assert gaps.max() < 0.3 and gaps.mean() < 0.03
-        assert all(len(out.tokens) == 40 for out in generations)
-        assert all(out.finish_reason == "length" and out.version == 0 for out in generations)
-    stop_ids = tuple(range(2, 500))
-    answers = play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stop_ids)
-    check_stop_tokens(answers, stop_ids)
-    group = play(engine, [prompts[2]] * 8, max_new_tokens=20)
-    assert len({tuple(out.tokens) for out in group}) == 8, "the samples of a group are the same"
+def check_rounded_logps(generations, prompts, model, temperature):
+    """As check_logps, within the rounding error of bf16."""
+    gaps = logp_gaps(generations, prompts, model, temperature)
+    name = f"logps_at_{temperature}_of_version_{generations[0].version}"
+    record(**{name: gaps.max().item(), f"mean_{name}": gaps.mean().item()})
+    assert gaps.max() < 0.3 and gaps.mean() < 0.03
+    return gaps
 
 
 def greedy_tokens(engine, prompts):
@@ -91,56 +62,31 @@ def greedy_tokens(engine, prompts):
 
 
 def contract(kind, max_running_requests):
-    """Checks the contract of an engine on the GPU, within the rounding error of bf16.
+    """Checks the contract of an engine on the GPU.
 
     tests/engine_contract.py and tests/test_engine.py check the same on a CPU in fp32.
     """
     need(kind)
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
-    dtype = compute_dtype("auto", device)
     actor = Worker(worker_config(name, lr=0.05), device, num_updates=8)
-    settings = engine_settings(kind, name, device, max_running_requests)
-    engine = start(kind, settings)
-    check_attributes(engine, settings)
-    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
+    engine = start(kind, actor, max_running_requests)
     prompts = make_prompts(12, 60, 1024)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
-    check_sampling(engine, prompts, model)
+    check_sampling(engine, prompts, model, check_rounded_logps, length=40)
     greedy = greedy_tokens(engine, prompts)
     check_refused(engine, [], "no tokens", max_new_tokens=1)
     check_refused(engine, [1024], "vocabulary", max_new_tokens=1)
-    engine.verify_weights(actor.iter_full_weights(dtype), actor.version)
+    engine.verify_weights(full_weights(actor), actor.version)
     aborted = abort_all(engine, prompts * 8, max_new_tokens=400)
     assert all(len(out.tokens) == len(out.logps) <= 400 for out in aborted)
     assert any(out.finish_reason == "abort" for out in aborted)
-    engine.sleep()  # immediately afterwards
-    for _ in range(2):
-        actor.update(make_batch(longest=20), policy_loss)
-    engine.wake()
-    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
-    stale = logp_differences(play(engine, prompts, max_new_tokens=40), prompts, model, 1.0)
-    weights = dict(actor.iter_full_weights(torch.float32))
-    for key, parameter in model.named_parameters():
-        parameter.data.copy_(weights[key])
-    generations = play(engine, prompts, max_new_tokens=40)
-    gaps = logp_differences(generations, prompts, model, 1.0)
-    record(
-        logps_after_load=gaps.max().item(),
-        mean_logps_after_load=gaps.mean().item(),
-        stale=stale.mean().item(),
-    )
-    assert gaps.max() < 0.3 and gaps.mean() < 0.03
-    assert 3 * gaps.mean() + 0.03 < stale.mean(), "the load was not seen"
-    assert all(out.version == 2 for out in generations)
+    # Immediately afterwards the engine sleeps.
+    check_other_weights(engine, actor, prompts, model, check_rounded_logps, length=40)
     assert greedy_tokens(engine, prompts) != greedy
     engine.close()
     check_no_process_left(others)
     dist.destroy_process_group()
-
-
-def engine_dtype():
-    return compute_dtype("auto", DEVICE)
 
 
 def sglang():
@@ -154,8 +100,7 @@ def sglang():
     offload = {"offload_model": True, "offload_optimizer": True}
     actor = Worker(worker_config(name, **offload), device, num_updates=8)
     before = used_gib()
-    engine = start("sglang", engine_settings("sglang", name, device, 8 if DRY else 256))
-    engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
+    engine = start("sglang", actor, 8 if DRY else 256)
     check_sleep(actor, engine, before)
     engine.close()
     check_no_process_left(others)
@@ -168,8 +113,7 @@ def check_sleep(actor, engine, before):
     `before` is the GPU memory in use, in GiB, when there was no engine. Memory, open files and
     shared memory do not grow with the rounds, and answers stay.
     """
-    dtype = engine_dtype()
-    size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
+    size = sum(weight.nbytes for _, weight in full_weights(actor))
     running = used_gib()
     prompts = make_prompts(8, 50, 1000)
     rounds, files, shared, answers = [], [], [], []
@@ -177,7 +121,7 @@ def check_sleep(actor, engine, before):
         times, used = {}, {}
 
         def load(version=version):
-            engine.load_weights(actor.iter_full_weights(dtype), version)
+            engine.load_weights(full_weights(actor), version)
 
         for verb, call in {"sleep": engine.sleep, "wake": engine.wake, "load": load}.items():
             start = time.perf_counter()
@@ -205,11 +149,3 @@ def check_sleep(actor, engine, before):
         # CUDA graphs stay: they hold addresses.
         assert used["sleep"] - before < 0.1 * (running - before) + 2, "memory was not given back"
         assert used["wake"] < used["load"], "keys and values came back too early"
-
-
-def check_memory_is_free(before):
-    ends = time.monotonic() + 20
-    while (closed := used_gib()) > before + 0.5 and time.monotonic() < ends:
-        time.sleep(0.5)
-    record(closed_gib=closed)
-    assert closed < before + 0.5, "memory is held after the end"

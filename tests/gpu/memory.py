@@ -9,11 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from figures import Skip, record
-from tools import (
-    DRY,
-    make_model,
-    reset_peak,
-)
+from tools import DRY, make_model, reset_peak
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig

@@ -5,20 +5,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import letter_run, read_metrics, write_letter_task
 from figures import Skip, record
-from tools import (
-    DRY,
-    make_batch,
-    make_model,
-    need,
-    sglang_args,
-    used_gib,
-)
+from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib
 
 TIMES = (
     "time/step",
@@ -32,32 +26,12 @@ TIMES = (
 
 
 def run_program(*command):
-    """Runs a command, prints what it writes, line by line, and returns that.
-
-    A failure reports the end of it.
-    """
-    lines = []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **pipes, text=True, errors="replace") as process:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    output = "".join(lines)
-    assert process.returncode == 0, "...".join(["", output.split("Sending process")[0][-400:]])
-    return output
+    subprocess.run([sys.executable, *command], check=True)
 
 
 def torchrun(world, *command):
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    return run_program(sys.executable, *words, *command)
-
-
-def run_trainer(name, *keys, world=1):
-    """Runs a trainer on `world` devices, under torchrun as users do; on one CPU without it."""
-    command = ("-m", f"rl2.trainer.{name}", "trainer.disable_wandb=true", *keys)
-    if DRY and world == 1:
-        return run_program(sys.executable, *command)
-    return torchrun(world, *command)
+    run_program(*words, *command)
 
 
 def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world=1):
@@ -71,11 +45,8 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
         samples, length = 4, 16
     with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
-        inputs = write_letter_task(folder)
-        start = time.perf_counter()
-        run_trainer(
-            "ppo",
-            *inputs,
+        keys = [
+            *write_letter_task(folder),
             f"actor.model_name={name}",
             f"rollout.engine={engine}",
             f"data.prompts_per_rollout={prompts}",
@@ -88,9 +59,13 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
             "rollout.max_running=128",
             f"trainer.save_dir={folder / 'run'}",
             f"trainer.max_steps={steps}",
+            "trainer.disable_wandb=true",
             *more,
-            world=world,
-        )
+        ]
+        # On a CPU without torchrun.
+        run = run_program if DRY and world == 1 else partial(torchrun, world)
+        start = time.perf_counter()
+        run("-m", "rl2.trainer.ppo", *keys)
         record(seconds=time.perf_counter() - start)
         lines = read_metrics(folder / "run")[-steps:]
         assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -100,9 +75,7 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
     record(mismatch=mismatch)
     assert mismatch < 0.05
     assert all(line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines)
-    time.sleep(0 if DRY else 3)
-    record(memory_left_gib=used_gib() - before)
-    assert used_gib() - before < 0.5, "memory of the GPU is held after the end"
+    check_memory_is_free(before)
     return lines
 
 
@@ -139,18 +112,14 @@ def sglang_resume():
             f"trainer.save_dir={folder / 'run'}",
             *sglang_keys(),
         ]
-        command = [sys.executable, "-m", "rl2.trainer.ppo", *keys]
-        with subprocess.Popen(command) as process:
+        command = ["-m", "rl2.trainer.ppo", *keys]
+        with subprocess.Popen([sys.executable, *command]) as process:
             checkpoint = folder / "run/checkpoints/step_2"
             while not checkpoint.exists() and process.poll() is None:
                 time.sleep(0.05)
             assert process.poll() is None, "it ended before it was killed"
             process.kill()
-        ends = time.monotonic() + 30
-        while used_gib() - before > 0.5 and time.monotonic() < ends:
-            time.sleep(0.5)
-        record(left_by_the_killed_run_gib=used_gib() - before)
-        assert used_gib() - before < 0.5, "processes of SGLang outlive the run"
+        check_memory_is_free(before)
         run_program(*command)
         steps = [line["step"] for line in read_metrics(folder / "run")]
     assert steps == [1, 2, 3, 4], steps
@@ -189,6 +158,7 @@ def two_gpus(layout):
 
 
 def _compare_layout(layout):
+    from parity import make_batch
     from training import compare_with_cpu
 
     from rl2.parallel.mesh import init_distributed

@@ -3,11 +3,12 @@
 import gc
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
 import yaml
-from figures import Skip
+from figures import Skip, record
 
 from rl2.config.engines import PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
@@ -65,6 +66,15 @@ def used_gib() -> float:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
+
+
+def check_memory_is_free(before: float) -> None:
+    """Checks that no more GPU memory is in use than before, 20 seconds from now at the latest."""
+    ends = time.monotonic() + 20
+    while (left := used_gib() - before) > 0.5 and time.monotonic() < ends:
+        time.sleep(0.5)
+    record(left_gib=left)
+    assert left < 0.5, "memory of the GPU is held after the end"
 
 
 def reset_peak() -> None:
@@ -135,20 +145,3 @@ def worker_config(model_name: str, **changes) -> WorkerConfig:
     """Returns a worker's section of the config: the defaults, without gradient checkpointing."""
     settings = {"gradient_checkpointing": False, "max_length_per_device": 4096, **changes}
     return WorkerConfig(model_name=model_name, **settings)
-
-
-def make_batch(longest: int = 60):
-    """Groups of random rows with advantages and token weights. Prompts are masked."""
-    from common import make_samples
-
-    from rl2.batch import collate
-
-    batch = collate(make_samples(num_groups=3, longest=longest))
-    generator = torch.Generator().manual_seed(0)
-    batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
-    batch.token_weights = batch.mask / batch.mask.sum()
-    return batch
-
-
-def policy_loss(batch, scores):
-    return -(scores.logps * batch.advantages * batch.token_weights).sum(), {}

@@ -9,16 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from figures import record
-from parity import two_steps
-from tools import (
-    DRY,
-    allocated_gib,
-    error,
-    make_batch,
-    make_model,
-    policy_loss,
-    worker_config,
-)
+from parity import make_batch, policy_loss, two_steps
+from tools import DRY, allocated_gib, error, make_model, worker_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.parallel.mesh import init_distributed
@@ -82,7 +74,7 @@ def compare_with_cpu(device, batch, **settings):
 
 def worker():
     """Compares updates on one GPU with a CPU."""
-    batch = make_batch()
+    batch = make_batch(longest=60)
     device = init_distributed()
     settings = {"gradient_checkpointing": True, "max_length_per_device": 200}
     compare_with_cpu(device, batch, **settings)
@@ -98,7 +90,7 @@ def resume():
     """
     device = init_distributed()
     name = make_model("small")
-    batch = make_batch()
+    batch = make_batch(longest=60)
     tokenizer = AutoTokenizer.from_pretrained(name)
     plain = None
     for model, optimizer in product((False, True), (False, True)):
@@ -108,7 +100,7 @@ def resume():
         first = Worker(config, device, num_updates=10)
         start = flat(cpu_weights(first))
         for _ in range(2):
-            first.update(batch, policy_loss)
+            first.update(batch, policy_loss, with_entropy=True)
         moved = flat(cpu_weights(first)) - start
         plain = moved if plain is None else plain
         weight_gib = sum(4 * parameter.numel() for parameter in first.model.parameters()) / 2**30
@@ -140,7 +132,7 @@ def resume_errors(first, config, device, batch, tokenizer) -> dict[str, float]:
     workers = {"": first, "resumed": resumed, "optimizer_dir": started}
     norms = {}
     for kind, worker_ in workers.items():
-        result = worker_.update(batch, policy_loss)
+        result = worker_.update(batch, policy_loss, with_entropy=True)
         assert not result.skipped
         norms[kind] = result.grad_norm
     moments = {kind: first_moment(worker_) for kind, worker_ in workers.items()}
