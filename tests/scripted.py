@@ -2,18 +2,15 @@
 
 import asyncio
 import functools
-import textwrap
 
 import pytest
 import torch.distributed as dist
-from common import make_tokenizer, pack_rows
+from common import pack_rows
 
 from rl2.agents.player import AgentPlayer
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples, Mixture
 from rl2.engine.base import Generation, SamplingParams
-from rl2.env.contract import EnvFailures
-from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.filter import FilteredSchedule
@@ -92,38 +89,8 @@ def player_class(env, **options):
     return functools.partial(AgentPlayer, **options) if env.spec.agent else Player
 
 
-def say_x(*_):
-    return "x", "stop"
-
-
 def make_row(i):
     return {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
-
-
-def make_prompts(rows, tokenizer):
-    return list(Examples(pack_rows(rows), ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100))
-
-
-def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
-    """(collector, prompts, tokenizer) with a scripted engine."""
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    tokenizer = make_tokenizer()
-    rows = [make_row(i) for i in range(num_prompts)]
-    engine = ScriptedEngine(tokenizer, script)
-    env = load_env(tmp_path / "env.py", 5)
-    template = ChatTemplate(tokenizer)
-    player = Player(engine, {"": env}, template, EnvFailures(0.5), max_turns, max_length)
-    collector = Collector(
-        player, params=PARAMS, write_records=write_nothing, deterministic=deterministic
-    )
-    return collector, make_prompts(rows, tokenizer), tokenizer
-
-
-def make_training(collector, num_rows, batch_size, num_samples=2, **options):
-    """A collector for training, with the player and the order of `collector`."""
-    rows = [make_row(i) for i in range(num_rows)]
-    options = {"deterministic": collector.deterministic, **options}
-    return train_rows(collector.player, rows, batch_size, num_samples, **options)
 
 
 def train_rows(

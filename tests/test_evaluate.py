@@ -14,7 +14,8 @@ from common import (
     read_metrics,
     write_jsonl,
 )
-from scripted import PARAMS, make
+from env_helpers import make_agent
+from scripted import PARAMS
 
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
@@ -102,7 +103,7 @@ def evaluate(tmp_path, sets, num_samples):
     def script(turn, seed):
         return str((7 * seed[-3] + seed[-2]) % 3), "stop"
 
-    collector, _, _ = make(tmp_path, script, ENV)
+    collector, _, _ = make_agent(tmp_path, script, ENV)
     written = {}
     collector.write_records = lambda split, step, records: written.update({split: list(records)})
     prompts = {name: prompts_of(rows) for name, rows in sets.items()}

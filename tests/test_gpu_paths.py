@@ -82,18 +82,11 @@ def live(gpu, role, keys):
     check_devices(worker)
 
 
-def moment_devices(worker):
-    """The devices of the optimizer's moments."""
-    shards = [
-        shard for shard_of in worker.optimizer.moments.values() for shard in shard_of.values()
-    ]
-    return {shard.device for shard in shards}
-
-
 def check_devices(worker):
     """Where weights and moments are between two calls of the worker."""
     device = torch.device("cpu") if worker.config.offload_optimizer else PLANNED_DEVICE
-    assert moment_devices(worker) == {device}
+    moments = worker.optimizer.moments.values()
+    assert {shard.device for shard_of in moments for shard in shard_of.values()} == {device}
     storages = [p._local_tensor.untyped_storage() for p in worker.model.parameters()]
     on_device = sum(storage.nbytes() for storage in storages)  # none of a model in host memory
     assert (on_device == 0) == worker.config.offload_model
@@ -242,12 +235,6 @@ def test_ranks_that_do_not_read_the_model_have_no_host_copy_of_it():
 # The order of work
 
 
-def order_of_work(seen):
-    """The gathers of weights and the attention kernels."""
-    names = {"flash_attention": "attention", "allgather": "gather"}
-    return [event for work in seen.work for name, event in names.items() if name in work]
-
-
 def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes():
     with fake_gpu(8) as gpu:
         worker = gpu.worker(max_length_per_device=256)
@@ -255,8 +242,10 @@ def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes():
         worker.score(batch)
         with Watch() as seen:
             worker.score(batch)
+    names = {"flash_attention": "attention", "allgather": "gather"}
+    order = [event for work in seen.work for name, event in names.items() if name in work]
     # The embedding and the head, and both layers; then each layer's attention.
-    assert order_of_work(seen) == ["gather", "gather", "gather", "attention", "attention"]
+    assert order == ["gather", "gather", "gather", "attention", "attention"]
 
 
 # The cache of the embedded engine

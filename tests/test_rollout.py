@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from datetime import date
@@ -13,17 +12,8 @@ import faulty_env
 import faulty_process_env
 import pytest
 import torch
-from scripted import (  # noqa: F401
-    PARAMS,
-    ScriptedEngine,
-    make,
-    make_prompts,
-    make_row,
-    make_training,
-    process_group,
-    say_x,
-    write_nothing,
-)
+from env_helpers import make_agent, make_play, play, wait_until
+from scripted import PARAMS, ScriptedEngine, make_row, process_group, train_rows  # noqa: F401
 
 from rl2 import progress
 from rl2.batch import Batch, Sample, collate
@@ -41,6 +31,8 @@ from rl2.rollout.stats import (
 )
 from rl2.rollout.trajectory import FilterStatus, FinishReason, Trajectory, begin_group, place_reward
 
+SAY_X = ["x"] * 3
+ROWS = [make_row(i) for i in range(9)]
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
 TOOL_ENV = """
     def interact(messages):
@@ -52,17 +44,14 @@ TOOL_ENV = """
 
 
 def test_length_limits_end_a_trajectory(tmp_path, monkeypatch, capsys):
-    collector, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
+    collector, prompts, _ = make_agent(tmp_path, lambda *_: ("=1", "length"), TOOL_ENV)
     capsys.readouterr()
     monkeypatch.setattr(progress, "LINE_SECONDS", -1)  # a line for each group
     assert collector.play(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
     collector.play(prompts, PARAMS, 1, "test", 1)
     titles = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
     assert sorted(set(titles)) == ["rollout", "test"] and titles[0] == "rollout"
-    collector, prompts, _ = make(
-        tmp_path, lambda *_: ("=1", "stop"), TOOL_ENV, max_turns=9, max_length=90
-    )
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    (trajectory,), _ = play(tmp_path, ["=1"] * 9, TOOL_ENV, max_turns=9, max_length=90)
     assert 1 < trajectory.num_turns < 9 and trajectory.finish_reason == "length"
     assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
 
@@ -71,13 +60,13 @@ def test_length_limits_end_a_trajectory(tmp_path, monkeypatch, capsys):
 def test_groups_are_complete_and_ordered_and_every_request_has_its_own_seed(
     tmp_path, deterministic
 ):
-    options = {"num_prompts": 9, "deterministic": deterministic}
-    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
+    collector, prompts, player = make_agent(tmp_path, SAY_X, ANSWER_ENV, num_prompts=9)
+    collector.deterministic = deterministic
     trajectories = collector.play(prompts, PARAMS, 3, "train", 5)
     assert [t.id for t in trajectories] == list(range(27))
     assert [t.group for t in trajectories] == [i // 3 for i in range(27)]
     assert [t.reward for t in trajectories] == [float(i // 3) for i in range(27)]
-    engine = collector.player.engine
+    engine = player.engine
     seeds = {seed for seed, _ in engine.requests}
     assert len(seeds) == 27 and engine.max_num_running >= 6
     test_trajectories = collector.play(prompts, PARAMS, 3, "test", 5)
@@ -102,40 +91,29 @@ def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, 
             return []
         def reward_fn(messages, answer): return float(answer)
     """
-    options = {"max_turns": 2, "num_prompts": 12, "deterministic": deterministic}
-    collector, prompts, _ = make(tmp_path, say_x, env, **options)
-    collector.player.failures.max_fraction = 1.0
+    collector, prompts, player = make_agent(tmp_path, SAY_X, env, num_prompts=12)
+    collector.deterministic = deterministic
     trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
     assert [t.reward for t in trajectories] == [float(i // 2) for i in range(24)]
     # A deterministic engine has all requests; another one few more than its slots, since the next
     # group may be for another engine.
     most = 24 if deterministic else 6
-    assert 4 < collector.player.engine.max_num_running <= most
-
-
-def test_a_trajectory_that_was_cancelled_is_not_trained(tmp_path):
-    def cancel(turn, seed):
-        raise asyncio.CancelledError
-
-    collector, prompts, _ = make(tmp_path, cancel, ANSWER_ENV)
-    with pytest.raises(AssertionError, match="cancelled"):
-        collector.play(prompts, PARAMS, 1, "train", 1)
+    assert 4 < player.engine.max_num_running <= most
 
 
 def test_an_engine_that_fails_ends_the_rollout_at_once(tmp_path):
-    collector, prompts, _ = make(
-        tmp_path, lambda *_: 1 / 0, ANSWER_ENV, num_prompts=40, deterministic=False
-    )
+    collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, ANSWER_ENV, 40)
+    collector.deterministic = False
     with pytest.raises(ZeroDivisionError):
         collector.play(prompts, PARAMS, 1, "train", 1)
-    assert len(collector.player.engine.requests) < 10
+    assert len(player.engine.requests) < 10
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     """The trajectories of the step are written before."""
     env = "def reward_fn(messages, answer): return 1 / int(answer)"
-    collector, prompts, _ = make(tmp_path, say_x, env, num_prompts=2)
-    collector.player.failures.max_fraction = 0.4
+    collector, prompts, player = make_agent(tmp_path, SAY_X, env, num_prompts=2)
+    player.failures.max_fraction = 0.4
     written = []
     collector.write_records = lambda split, step, records: written.append([split, step, *records])
     message = r"2 of 4 .*max_env_failures=0.4(.|\n)*ZeroDivisionError"
@@ -149,14 +127,12 @@ def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
 
 def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp_path, caplog):
     """Their messages differ, but the refusal is of one kind, so it is logged once."""
-    collector, prompts, tokenizer = make(
-        tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3, num_prompts=3
-    )
-    tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
-    collector.player.failures.max_fraction = 1.0
+    collector, prompts, player = make_agent(tmp_path, ["=7"], TOOL_ENV, num_prompts=3)
+    refusal = "{{ raise_exception('no tools here') if messages|length > 1 }}"
+    player.engine.tokenizer.chat_template = refusal
     trajectories = collector.play(prompts, PARAMS, 1, "train", 1)
     assert [trajectory.finish_reason for trajectory in trajectories] == ["failed"] * 3
-    assert collector.player.failures.count == 3
+    assert player.failures.count == 3
     (logged,) = caplog.messages
     assert "no tools here" in logged and any(f"'q{i}'" in logged for i in range(3))
 
@@ -175,12 +151,12 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     def script(turn, seed):
         return {0: "y" * 20, 2: text}.get(seed[3], "y"), "stop"
 
-    collector, prompts, _ = make(tmp_path, script, env, num_prompts=4, deterministic=False)
-    engine = collector.player.engine
+    _, _, player = make_agent(tmp_path, script, env)
+    engine = player.engine
     engine.seconds = lambda seed: {0: 0.05, 2: 5.0 if engine.version == 0 else 0.05}.get(seed[3], 0)
     params = replace(PARAMS, max_new_tokens=300)
-    options = {"params": params, "num_steps": 2, "partial": True}
-    collector = make_training(collector, 4, 2, **options)
+    options = {"params": params, "deterministic": False, "num_steps": 2, "partial": True}
+    collector = train_rows(player, ROWS[:4], 2, **options)
     done = collector.collect(1)
     # In the order of the prompts, although the group of group 0's length ends last.
     assert [trajectory.group for trajectory in done] == [0, 0, 1, 1]
@@ -192,7 +168,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
     state = collector.state_dict()
-    collector = make_training(collector, 4, 2, **options)
+    collector = train_rows(player, ROWS[:4], 2, **options)
     collector.load_state_dict(state)  # as a resumed run does
     engine.version = 1
     done = collector.collect(2)
@@ -222,9 +198,9 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     assert ages[2:] == [[1, 1]] * 2 and not batch.ages[batch.mask == 0].any()
 
 
-def module_of(env):
+def module_of(player):
     """The module of the env file."""
-    return sys.modules[env.spec.reward_fn.__module__]
+    return sys.modules[player.envs[""].spec.reward_fn.__module__]
 
 
 WAITING_ENV = """
@@ -253,11 +229,11 @@ WAITING_ENV = """
 @pytest.mark.parametrize("name", ["interact", "reward_fn", "group_reward_fn"])
 def test_a_step_waits_for_calls_that_run_for_the_next_step(tmp_path, name):
     """Only tokens pause: a call for group 2 ends in the step that began it, and is not repeated."""
-    options = {"num_prompts": 3, "deterministic": False}
-    collector, _, _ = make(tmp_path, say_x, WAITING_ENV, 3, **options)
-    collector = make_training(collector, 3, 2, 1, partial=True, num_steps=12)
-    engine = collector.player.engine
-    module = module_of(collector.player.envs[""])
+    _, _, player = make_agent(tmp_path, SAY_X, WAITING_ENV)
+    options = {"deterministic": False, "num_steps": 12, "partial": True}
+    collector = train_rows(player, ROWS[:3], 2, 1, **options)
+    engine = player.engine
+    module = module_of(player)
     call = (name, "q2")
     module.held.add(call)
     abort = engine.abort
@@ -294,22 +270,16 @@ def test_a_step_waits_for_calls_that_run_for_the_next_step(tmp_path, name):
 
 
 def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
-    collector, _, tokenizer = make(tmp_path, say_x, WAITING_ENV, 3)
-    player = collector.player
-    module = module_of(player.envs[""])
+    _, _, player = make_agent(tmp_path, SAY_X, WAITING_ENV)
+    module = module_of(player)
     module.held.add(("interact", "q2"))
     player.engine.abort = lambda: None
-    options = {"filter": [0.0, 9.0], "max_refills": 1}
-    collector = make_training(collector, 3, 2, 1, **options)
-
+    collector = train_rows(player, ROWS[:3], 2, 1, filter=[0.0, 9.0], max_refills=1)
     with monkeypatch.context() as patch:  # as after a group outside the filter
         patch.setattr(FilteredSchedule, "start_limit", property(lambda _: 3))
         done = collector.collect(1)
     assert [t.group for t in done] == [0, 1]
-    deadline = time.monotonic() + 10
-    while ("interact", "q2") not in module.ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: ("interact", "q2") in module.ended, 10)
     assert module.held, "the call was ended, it did not return"
     module.held.clear()
     assert collector.cursor.position == 2
@@ -318,9 +288,9 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, monkeypatch):
 
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
-    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV)
-    paused = [begin_group(5, prompts[0], 8), begin_group(6, prompts[0], 8, 8)]
-    groups = StepGroups(paused, make_training(collector, 9, 3).cursor, samples_per_prompt=4)
+    _, [prompt], player = make_agent(tmp_path, SAY_X, ANSWER_ENV)
+    paused = [begin_group(5, prompt, 8), begin_group(6, prompt, 8, 8)]
+    groups = StepGroups(paused, train_rows(player, ROWS, 3).cursor, samples_per_prompt=4)
     played = [groups.get(number) for number in range(4)]
     assert [group.id for group in played] == [5, 6, 7, 8]
     assert [t.id for group in played for t in group.trajectories] == list(range(24))
@@ -464,16 +434,14 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
 
     Async functions that block their event loop are not among them: they cost other trajectories.
     """
-    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, max_turns=2 * num_turns - 1)
     rows = []
     for fault in env_file.FAULTS:
         rows += [{**make_row(len(rows) + i), "fault": "" if i else fault} for i in range(10)]
-    player = collector.player
     # A process or a loop that the machine does not run for a while must not be taken for one that
     # hangs: on a loop, all calls would be late.
-    timeout = 2.0
-    player.envs = {"": load_env(env_file.__file__, timeout, concurrency=4, isolation=isolation)}
-    trajectories = collector.play(make_prompts(rows, tokenizer), PARAMS, 1, "train", 31)
+    env = load_env(env_file.__file__, timeout=2.0, concurrency=4, isolation=isolation)
+    collector, prompts, player = make_play(env, SAY_X, rows, max_turns=2 * num_turns - 1)
+    trajectories = collector.play(prompts, PARAMS, 1, "train", 31)
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)
     failed = [t.row["fault"] for t in trajectories if t.finish_reason == "failed"]
     assert failed == list(env_file.FAULTS) and player.failures.count == len(failed)
@@ -488,4 +456,4 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     answer = [{"role": "tool", "content": "caf\ufffd"}] * (num_turns - 1)
     assert all(t.messages[2:3] == answer for t in done)
     json.dumps(list(to_records(trajectories)), ensure_ascii=False).encode()
-    player.envs[""].close()
+    env.close()

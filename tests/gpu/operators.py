@@ -83,22 +83,18 @@ def head():
         assert errors["d_hidden"] < 0.02 and errors["d_weight"] < 0.02, errors
 
 
-def plain_head(hidden, weight, targets, temperature):
-    logits = hidden.float() @ weight.float().T
-    log_p = (logits / temperature).log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
 def head_errors(hidden, weight, targets, temperature, with_entropy) -> dict[str, float]:
     """Largest errors of the values, which are checked, and relative errors of the gradients."""
     head = HeadInputs(hidden, weight, LogitSettings(temperature))
     logps, entropy = head_scores(head, targets, with_entropy)
-    expected, expected_entropy = plain_head(hidden, weight, targets, temperature)
+    log_p = (hidden.float() @ weight.float().T / temperature).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
     errors = {"logps": largest_error(logps, expected)}
     d_logps = torch.randn(len(targets), device=DEVICE)
     loss = (logps * d_logps).sum()
     plain_loss = (expected * d_logps).sum()
     if with_entropy:
+        expected_entropy = -(log_p.exp() * log_p).sum(-1)
         errors["entropy"] = largest_error(entropy, expected_entropy)
         d_entropy = torch.randn(len(targets), device=DEVICE)
         loss = loss + (entropy * d_entropy).sum()

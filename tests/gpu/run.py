@@ -47,6 +47,7 @@ def run_part(name: str, part: Part, limit: float, log) -> Outcome:
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         figures_file = Path(folder, "figures.jsonl")
+        figures_file.touch()
         function = [str(HERE / part.file), part.function or name, json.dumps(part.arguments)]
         command = [sys.executable, str(HERE / "part.py"), *function, str(figures_file), str(limit)]
         env = os.environ | {"RL2_GPU_MARK": mark}
@@ -58,10 +59,9 @@ def run_part(name: str, part: Part, limit: float, log) -> Outcome:
             process.kill()
             process.wait()
         left = _end(mark, 0 if status is None else SECONDS_TO_END)
-        lines = figures_file.read_text().splitlines() if figures_file.exists() else []
-    figures = {}
-    for line in lines:
-        figures |= json.loads(line)
+        figures = {}
+        for line in figures_file.read_text().splitlines():
+            figures |= json.loads(line)
     reason = figures.pop("reason", "")
     seconds = time.monotonic() - start
     if status is None:
@@ -95,25 +95,15 @@ def _end(mark: str, patience: float) -> list[str]:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if (
-                process.environ().get("RL2_GPU_MARK") == mark
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                processes.append(process)
-        except (psutil.Error, OSError):
-            pass
-    return processes
+    return [
+        process
+        for process in psutil.process_iter(["environ", "status"])  # None where it may not be read
+        if (process.info["environ"] or {}).get("RL2_GPU_MARK") == mark
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
-def run_parts(
-    parts: dict[str, Part],
-    file: Path,
-    header: str,
-    patience: int = 1,
-) -> list[Outcome]:
+def run_parts(parts: dict[str, Part], file: Path, header: str, patience: int) -> list[Outcome]:
     """Runs all parts and returns their outcomes. A part that fails stops only those that need it.
 
     `file` receives each outcome as soon as its part ends. `patience` is a factor on the limit of
@@ -190,10 +180,7 @@ def has_gpu() -> bool:
         print(f"tests/gpu: {error}")
         return False
     if not torch.cuda.device_count():
-        print(
-            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the "
-            "parts on a CPU)"
-        )
+        print("tests/gpu: there is no GPU here; RL2_DEVICE=cpu tries the parts on a CPU")
         return False
     return True
 
@@ -206,11 +193,10 @@ def main() -> int:
     dry = os.environ.get("RL2_DEVICE") == "cpu"
     if dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if not dry and not has_gpu():
+    elif not has_gpu():
         return 3
-    wanted = {
-        name: part for name, part in PARTS.items() if name in arguments.parts or not arguments.parts
-    }
+    names = arguments.parts or PARTS
+    wanted = {name: part for name, part in PARTS.items() if name in names}
     name = f"gpu-{datetime.now().strftime('%Y-%m-%d-%H%M%S')}" + ("-dry" if dry else "")
     header, file = describe(dry), arguments.out / f"{name}.md"
     print(header, flush=True)

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from common import letter_run, read_metrics, write_letter_task
 from figures import Skip, record
+from parity import make_batch
 from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib
+from training import compare_with_cpu
+
+from rl2.parallel.mesh import init_distributed
 
 TIMES = (
     "time/step",
@@ -158,11 +162,6 @@ def two_gpus(layout):
 
 
 def _compare_layout(layout):
-    from parity import make_batch
-    from training import compare_with_cpu
-
-    from rl2.parallel.mesh import init_distributed
-
     device = init_distributed()
     if dist.get_rank() == 0:
         make_model("small")

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 import yaml
+from common import make_tokenizer
 from figures import Skip, record
+from shapes import make_config
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from rl2.config.engines import PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
@@ -53,16 +57,11 @@ def sglang_args() -> dict:
     return arguments
 
 
-def synchronize() -> None:
-    if not DRY:
-        torch.cuda.synchronize()
-
-
 def used_gib() -> float:
     """Returns the GPU memory in use by all processes, in GiB; 0 on a CPU."""
     if DRY:
         return 0.0
-    synchronize()
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
@@ -80,7 +79,7 @@ def check_memory_is_free(before: float) -> None:
 def reset_peak() -> None:
     """Starts the measurement of peaks anew, without memory that torch only caches."""
     if not DRY:
-        synchronize()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -102,9 +101,6 @@ def make_model(name: str) -> str:
 
     The folder has a character tokenizer with the size of the model's vocabulary.
     """
-    from shapes import make_config
-    from transformers import AutoModelForCausalLM
-
     folder = Path(os.environ["RL2_GPU_MODELS"], name)
     if (folder / "tokenizer_config.json").exists():
         return str(folder)
@@ -130,9 +126,6 @@ def _tokenizer(size: int):
 
     So every token id can be decoded.
     """
-    from common import make_tokenizer
-    from tokenizers import Tokenizer
-
     fast = make_tokenizer()
     text = json.loads(fast.backend_tokenizer.to_str())
     vocabulary = text["model"]["vocab"]

@@ -18,19 +18,12 @@ from rl2.run.checkpoints import Checkpoints
 from rl2.worker import Worker
 
 
-def cpu_weights(worker):
-    weights = worker.iter_full_weights(torch.float32)
-    return {name: weight.cpu().clone() for name, weight in weights}
-
-
-def norm_error(updates, expected):
-    """The largest relative difference of the gradient norms."""
-    pairs = zip(updates, expected, strict=True)
-    return max(abs(update["grad_norm"] / other["grad_norm"] - 1) for update, other in pairs)
-
-
 def flat(named):
-    return torch.cat([tensor.flatten() for tensor in named.values()])
+    return torch.cat([tensor.flatten().cpu() for tensor in named.values()])
+
+
+def flat_weights(worker):
+    return flat(dict(worker.iter_full_weights(torch.float32)))
 
 
 def compare_with_cpu(device, batch, **settings):
@@ -57,11 +50,12 @@ def compare_with_cpu(device, batch, **settings):
     errors = {
         key: (found["scores"][key] - expected["scores"][key]).abs() for key in ("logps", "entropy")
     }
+    norms = [[update["grad_norm"] for update in r["updates"]] for r in (found, expected)]
     figures = {
         "logps": errors["logps"].max().item(),
         "mean_logps": (errors["logps"].sum() / batch.mask.sum()).item(),
         "entropy": errors["entropy"].max().item(),
-        "grad_norm": norm_error(found["updates"], expected["updates"]),
+        "grad_norm": max(abs(norm / exact - 1) for norm, exact in zip(*norms, strict=True)),
         "weights": error(flat(moved), flat(cpu_moved)),
         "worst_weight": max(error(moved[key], cpu_moved[key]) for key in moved),
     }
@@ -98,10 +92,10 @@ def resume():
         settings = {"lr": 1e-3, "offload_model": model, "offload_optimizer": optimizer}
         config = worker_config(name, **settings)
         first = Worker(config, device, num_updates=10)
-        start = flat(cpu_weights(first))
+        start = flat_weights(first)
         for _ in range(2):
             first.update(batch, policy_loss, with_entropy=True)
-        moved = flat(cpu_weights(first)) - start
+        moved = flat_weights(first) - start
         plain = moved if plain is None else plain
         weight_gib = sum(4 * parameter.numel() for parameter in first.model.parameters()) / 2**30
         held = allocated_gib() / weight_gib
@@ -129,20 +123,13 @@ def resume_errors(first, config, device, batch, tokenizer) -> dict[str, float]:
         checkpoints.load(checkpoints.path(2), {"actor": resumed}, saved_by=1, hashes={})
         exported = replace(config, model_name=f"{folder}/export", optimizer_dir=f"{folder}/export")
         started = Worker(exported, device, num_updates=10)
-    workers = {"": first, "resumed": resumed, "optimizer_dir": started}
-    norms = {}
-    for kind, worker_ in workers.items():
-        result = worker_.update(batch, policy_loss, with_entropy=True)
-        assert not result.skipped
-        norms[kind] = result.grad_norm
-    moments = {kind: first_moment(worker_) for kind, worker_ in workers.items()}
+    expected = first.update(batch, policy_loss, with_entropy=True)
+    assert not expected.skipped
     errors = {}
-    for kind in ("resumed", "optimizer_dir"):
-        errors[f"{kind}_norm"] = abs(norms[kind] / norms[""] - 1)
-        errors[f"{kind}_moments"] = error(moments[kind], moments[""])
+    for kind, other in {"resumed": resumed, "optimizer_dir": started}.items():
+        result = other.update(batch, policy_loss, with_entropy=True)
+        assert not result.skipped
+        moments = [flat(each.optimizer.moments["exp_avg"]) for each in (other, first)]
+        errors[f"{kind}_norm"] = abs(result.grad_norm / expected.grad_norm - 1)
+        errors[f"{kind}_moments"] = error(*moments)
     return errors
-
-
-def first_moment(actor):
-    """The first moments of all parameters, in one row."""
-    return flat({name: x.cpu() for name, x in actor.optimizer.moments["exp_avg"].items()})
