@@ -25,8 +25,6 @@ ENV = """
             raise RuntimeError("the environment fails")
         return {"right": float(messages[-1]["content"].startswith("r"))}
 """
-
-
 # Of 2 answers to each of 12 prompts so many are right, and three steps train 3 prompts each. Rows 1
 # and 6 are the slowest, so the rows behind them are done first. They do not take their places.
 THREE_STEPS = {
@@ -36,6 +34,7 @@ THREE_STEPS = {
     "filter": [0.0, 1.0],
     "max_refills": 3,
 }
+PARTIAL = {"deterministic": False, "partial": True, "num_steps": 9}
 
 
 class ScriptedGroups(ScriptedEngine):
@@ -100,8 +99,7 @@ def rows_of(trajectories):
 
 def main() -> None:
     init_distributed()
-    partial = {"deterministic": False, "partial": True, "num_steps": 9}
-    for options in ({"deterministic": True}, {"deterministic": False}, partial):
+    for options in ({"deterministic": True}, {"deterministic": False}, PARTIAL):
         collector = make_collector(Path(sys.argv[1]), **THREE_STEPS, **options)
         rows, numbers = [], []
         for step in (1, 2, 3):

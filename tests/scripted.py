@@ -52,9 +52,6 @@ class ScriptedEngine:
         self.num_aborted = 0
         self.aborts = asyncio.Event()
 
-    def run(self, coroutine):
-        return self.loop.run_until_complete(coroutine)
-
     async def generate(self, prompt, params, seed):
         self.requests.append((seed, list(prompt)))
         self.params.append(params)

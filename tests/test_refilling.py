@@ -1,7 +1,6 @@
 """Tests of which groups a step trains, with scripted engines: rollout.filter, its refills and
 order, max_staleness, and what is added to the rewards."""
 
-import asyncio
 import json
 import math
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from common import ROOT, launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refilling import make_collector, rows_of
+from refilling import PARTIAL, make_collector, rows_of
 from scripted import PARAMS, process_group  # noqa: F401
 
 from rl2.batch import collate
@@ -28,8 +27,6 @@ from rl2.rollout.stats import add_ages, mask_truncated, summarise, summarise_gro
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
-
-
 # The rows that the steps of refilling.THREE_STEPS train, and those that they filter.
 ROWS = [([1, 3, 5], [0, 2, 4]), ([6, 7, 10], [8, 9]), ([1, 3, 5], [11, 0, 2, 4])]
 
@@ -127,21 +124,6 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         health.stop_if_diverged()
 
 
-def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkeypatch):
-    """The reward of the first answer comes long after its last token."""
-    collector = make_collector(tmp_path, [2, 1], {}, 1, filter=SOME, max_refills=1)
-    env = collector.player.envs[""]
-    score = env.score
-
-    async def score_first_one_late(messages, row, key, inputs):
-        if key[1] % 2 == 0:
-            await asyncio.sleep(0.3)
-        return await score(messages, row, key, inputs)
-
-    monkeypatch.setattr(env, "score", score_first_one_late)
-    assert rows_of(collector.collect(1)) == ([1], [0])
-
-
 def test_a_group_whose_environment_failed_is_replaced(tmp_path):
     collector = make_collector(tmp_path, [1, None, 1], {}, 2, filter=SOME, max_refills=1)
     collector.player.failures.max_fraction = 0.5
@@ -151,9 +133,7 @@ def test_a_group_whose_environment_failed_is_replaced(tmp_path):
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
     num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
-    options = {"filter": SOME, "max_refills": 4, "partial": partial}
-    if partial:
-        options |= {"deterministic": False, "num_steps": 9}
+    options = {"filter": SOME, "max_refills": 4, **(PARTIAL if partial else {})}
 
     def make():
         return make_collector(tmp_path, num_right, {}, 2, **options)
@@ -170,8 +150,8 @@ def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
 
 def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next_step(tmp_path):
     num_right = [0, 1, 1, 1, 1, 0, 1, 1]
-    options = {"partial": True, "deterministic": False, "filter": SOME, "max_refills": 2}
-    collector = make_collector(tmp_path, num_right, {3: 5.0}, 2, num_steps=9, **options)
+    options = {**PARTIAL, "filter": SOME, "max_refills": 2}
+    collector = make_collector(tmp_path, num_right, {3: 5.0}, 2, **options)
     engine = collector.player.engine
     assert rows_of(collector.collect(1)) == ([1, 2], [0])
     carried = [group.prompt.index for group in collector.carried_over]
@@ -185,10 +165,9 @@ def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next
 
 
 def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
-    options = {"partial": True, "deterministic": False, "num_steps": 9}
     for max_staleness, versions in ((1, {7}), (2, {5, 7})):
-        rules = {**options, "max_staleness": max_staleness}
-        collector = make_collector(tmp_path, [1] * 8, {2: 1.0}, 2, **rules)
+        options = {**PARTIAL, "max_staleness": max_staleness}
+        collector = make_collector(tmp_path, [1] * 8, {2: 1.0}, 2, **options)
         engine = collector.player.engine
         engine.version = 5
         collector.collect(1)
@@ -280,7 +259,7 @@ def test_two_processes_take_the_same_groups_as_one(tmp_path):
 
 def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
     """Group 1 was done and scored while group 0 was played, and is too old in the next step."""
-    options = {"partial": True, "deterministic": False, "num_steps": 9, "max_staleness": 0}
+    options = {**PARTIAL, "max_staleness": 0}
     collector = make_collector(tmp_path, [1] * 4, {0: 0.3, 2: 0.3}, 1, **options)
     scored = []
 

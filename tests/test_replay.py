@@ -21,38 +21,33 @@ from rl2.tools import replay
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with a model, an environment and the rows of all trainers."""
+    """A folder with a model, an environment and rows for all trainers."""
     folder = tmp_path_factory.mktemp("replay")
     make_model(folder / "tiny")
     (folder / "env.py").write_text(LETTER_ENV)
-    user = [{"role": "user", "content": "say a"}]
-    numbers = range(10)
-    prompts = [{"messages": [{**user[0], "content": f"say {i}"}], "answer": "abc"} for i in numbers]
-    reply = {"role": "assistant", "content": "aa"}
-    write_jsonl(folder / "ppo.jsonl", prompts)
-    write_jsonl(folder / "sft.jsonl", [{"messages": [*user, reply]} for _ in numbers])
-    pairs = [{"messages": user, "chosen": "a" * (1 + i % 3), "rejected": "z"} for i in numbers]
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "rm.jsonl", pairs)
+    rows = []
+    for i in range(10):
+        messages = [{"role": "user", "content": f"say {i}"}]
+        replies = {"completion": "aa", "chosen": "a" * (1 + i % 3), "rejected": "z"}
+        rows.append({"messages": messages, "answer": "abc", **replies})
+    write_jsonl(folder / "rows.jsonl", rows)
     return folder
 
 
-def arguments(data, trainer, save_dir, *more):
-    """A run in the folder `data`, of three steps with an evaluation after each, and checkpoints
-    of all.
-    """
+def arguments(data, trainer):
+    """A run of three steps with an evaluation after each, and checkpoints of all."""
     worker = "critic" if trainer == "rm" else "actor"
     words = [
         trainer,
-        f"data.path={trainer}.jsonl",
-        f"data.test_path={trainer}.jsonl",
+        "data.path=rows.jsonl",
+        "data.test_path=rows.jsonl",
         f"{worker}.model_name={data / 'tiny'}",
         f"{worker}.dtype=float32",
         f"{worker}.lr=0.01",
         f"{worker}.scheduler=linear",
         "data.max_length=100",
         f"{worker}.max_length_per_device=250",
-        f"trainer.save_dir={save_dir}",
+        f"trainer.save_dir={data / 'runs' / trainer}",
         "trainer.n_epochs=2",
         "trainer.max_steps=3",
         "trainer.save_freq=1",
@@ -60,7 +55,7 @@ def arguments(data, trainer, save_dir, *more):
         "trainer.test_freq=1",
     ]
     if trainer != "ppo":
-        return [*words, "data.batch_size=4", *more]
+        return [*words, "data.batch_size=4"]
     return [
         *words,
         "trainer.save_tokens=true",
@@ -71,7 +66,10 @@ def arguments(data, trainer, save_dir, *more):
         "data.prompts_per_rollout=2",
         "data.responses_per_prompt=4",
         "actor.update_per_rollout=2",
-        *more,
+        "adv.estimator=gae",
+        "critic.dtype=float32",
+        "kl.coef=0.01",
+        "kl.type=reward",
     ]
 
 
@@ -80,12 +78,9 @@ def runs(data):
     """Runs of the four trainers, each in the folder with its name. They begin in another folder
     than the replays.
     """
-    critic = ("adv.estimator=gae", "critic.dtype=float32", "kl.coef=0.01", "kl.type=reward")
-    commands = [arguments(data, "ppo", data / "runs/ppo", *critic)]
-    commands += [arguments(data, name, data / "runs" / name) for name in ("sft", "dpo", "rm")]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data)
-        launch_runs(1, commands)
+        launch_runs(1, [arguments(data, trainer) for trainer in ("ppo", "sft", "dpo", "rm")])
     return data / "runs"
 
 
@@ -188,12 +183,12 @@ def test_what_has_changed_since_the_run_is_named(copied, data, replayed, tmp_pat
 
 
 def test_other_rows_are_refused_after_a_checkpoint_and_named(data, runs, replayed):
-    path = data / "sft.jsonl"
+    path = data / "rows.jsonl"
     text = path.read_text()
     path.write_text(text.replace("aa", "ab"))
     (status, output), (other_status, other_output) = (replayed(runs / "sft", n) for n in (2, 1))
     path.write_text(text)
-    assert status == 2 and "data.path: sft.jsonl has another content" in output
+    assert status == 2 and "data.path: rows.jsonl has another content" in output
     assert other_status == 1 and "  contents.data.path: " in other_output
 
 

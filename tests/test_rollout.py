@@ -378,13 +378,13 @@ def test_the_fraction_of_groups_of_equal_rewards():
 
 def test_the_reward_lies_on_the_last_sampled_token():
     """An agent may end after a request that no answer came to."""
-    trajectory = Trajectory(7, 0, [], rewards={"turns": 0.5, "right": 2.0})
     samples = [
         Sample([1, 2, 3], [0, 1, 1], [0.0] * 3, [0.0, 0.0, 0.5], 0, 7),
         Sample([1, 2, 3, 4], [0, 1, 1, 0], [0.0] * 4, [0.0] * 4, 0, 7),
         Sample([1, 2], [0, 0], [0.0] * 2, [0.0] * 2, 0, 7),
     ]
-    trajectory.samples = [*samples]
+    rewards = {"turns": 0.5, "right": 2.0}
+    trajectory = Trajectory(7, 0, [], samples=samples, rewards=rewards)
     place_reward(trajectory)
     assert trajectory.samples == samples[:2]
     assert [list(sample.rewards) for sample in samples] == [[0, 0, 0.5], [0, 0, 2, 0], [0, 0]]

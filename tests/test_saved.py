@@ -37,9 +37,11 @@ def make_sample(tokens, trajectory):
 
 
 def test_what_training_knows_of_a_token_is_kept_beside_it():
-    trajectories = [Trajectory(7, 1, []), Trajectory(4, 0, []), Trajectory(9, 1, [])]
-    trajectories[0].samples = [make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]
-    trajectories[1].samples = [make_sample([3, 2, 4], 4)]
+    trajectories = [
+        Trajectory(7, 1, [], samples=[make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]),
+        Trajectory(4, 0, [], samples=[make_sample([3, 2, 4], 4)]),
+        Trajectory(9, 1, []),
+    ]
     saved = pack_tokens(trajectories, 123)
     batch = collate(take_samples(trajectories))
     batch.advantages = batch.targets.float()
@@ -84,13 +86,12 @@ def test_trajectories_come_back_as_they_were(tmp_path):
             finish_reason=FinishReason.STOP,
             num_turns=1,
             versions=[(0, 2)],
+            # Trajectories that were filtered out have none.
+            samples=[make_sample(tokens, number) for tokens in samples],
         )
-        # Trajectories that were filtered out have no samples.
-        trajectory.samples = [make_sample(tokens, number) for tokens in samples]
         trajectories.append(trajectory)
-    again = SavedRollouts(
-        write_run(tmp_path / "a", trajectories, 7), StartModel("tiny"), 7
-    ).collect(1)
+    folder = write_run(tmp_path / "a", trajectories, 7)
+    again = SavedRollouts(folder, StartModel("tiny"), 7).collect(1)
     for before, now in zip(trajectories, again, strict=True):
         assert [vars(sample) for sample in now.samples] == [vars(s) for s in before.samples]
         assert now.record() == before.record() | {"versions": [[0, 2]]}
@@ -108,8 +109,7 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, damage, words):
-    trajectory = Trajectory(0, 0, [])
-    trajectory.samples = [make_sample([5, 6, 7], 0)]
+    trajectory = Trajectory(0, 0, [], samples=[make_sample([5, 6, 7], 0)])
     folder = write_run(tmp_path, [trajectory], 7)
     [path] = tmp_path.rglob(name)
     path.write_bytes(damage(path.read_bytes()))
@@ -118,8 +118,7 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, words):
 
 
 def test_a_run_that_needs_experts_is_told_where_they_are_missing(tmp_path):
-    trajectory = Trajectory(0, 0, [])
-    trajectory.samples = [make_sample([5, 6, 7], 0)]
+    trajectory = Trajectory(0, 0, [], samples=[make_sample([5, 6, 7], 0)])
     without = SavedRollouts(write_run(tmp_path / "a", [trajectory], 7), StartModel("tiny"), 7)
     assert without.collect(1)
     with pytest.raises(ValueError, match="routing_replay=true: .*step_1.jsonl was sampled without"):
@@ -152,8 +151,8 @@ def runs(tmp_path_factory):
     commands = []
     for name, own in settings.items():
         commands.append(["ppo", *keys, *own, f"trainer.save_dir={folder / name}"])
-    last = commands.pop()  # it resumes after two of its four steps
-    launch_runs(1, [*commands, *([*last, f"trainer.max_steps={steps}"] for steps in (2, 4))])
+    last = commands[-1]  # it resumes after two of its four steps
+    launch_runs(1, [*commands[:-1], [*last, "trainer.max_steps=2"], [*last, "trainer.max_steps=4"]])
     return folder
 
 
@@ -163,12 +162,8 @@ def test_saved_tokens_are_those_of_the_transcripts(runs):
     assert tensors["trajectory"].tolist() == [record["id"] for record in records]
     lengths = tensors["length"].tolist()
     tokenizer = make_tokenizer()
-    for record, *columns in zip(
-        records,
-        *(tensors[name].split(lengths) for name in ("tokens", "mask", "logps", "rewards")),
-        strict=True,
-    ):
-        tokens, mask, logps, rewards = columns
+    columns = [tensors[name].split(lengths) for name in ("tokens", "mask", "logps", "rewards")]
+    for record, tokens, mask, logps, rewards in zip(records, *columns, strict=True):
         assert mask.sum() == record["length"] and rewards.sum() == pytest.approx(record["reward"])
         reply = tokenizer.decode(tokens[mask == 1])
         assert reply.removesuffix("<|im_end|>") == record["messages"][-1]["content"]
@@ -196,8 +191,7 @@ def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
     assert all(abs(line["actor/ratio"] - 1) > 1e-3 for line in lines[1:])
     tokens = load_file(runs / "sampled/rollouts/train/step_1.safetensors")
     for step in (1, 4):
-        file = runs / f"cispo/rollouts/train/step_{step}.safetensors"
-        repeated = load_file(file)
+        repeated = load_file(runs / f"cispo/rollouts/train/step_{step}.safetensors")
         for name in (*COLUMNS, "length", "trajectory", "tokens_hash"):
             assert torch.equal(repeated[name], tokens[name])
 
@@ -207,9 +201,7 @@ def test_a_run_without_the_tokens_of_a_step_is_refused(runs, tmp_path, removed):
     copy = shutil.copytree(runs / "sampled", tmp_path / "copy")
     for file in (copy / "rollouts/train").glob(removed):
         file.unlink()
-    with pytest.raises(
-        ValueError, match="rollouts_from=.*has the tokens of steps .*from its first"
-    ):
+    with pytest.raises(ValueError, match="rollouts_from=.*has the tokens .*from its first"):
         SavedRollouts(str(copy), StartModel("tiny"), 0)
 
 
