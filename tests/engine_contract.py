@@ -24,7 +24,6 @@ from rl2.worker import Worker
 
 
 def check_attributes(engine: Engine, settings: EngineSettings) -> None:
-    """Checks that the attributes of a new engine have permitted values."""
     assert 1 <= engine.count <= settings.world_size
     assert engine.index is None or engine.index in range(engine.count)
     assert engine.max_running_requests == settings.max_running_requests
@@ -89,7 +88,6 @@ def check_stop_strings(engine, prompts, tokenizer):
 
 
 def check_refused(engine, prompt, message, **params):
-    """Checks that the engine refuses the request with a ValueError that contains `message`."""
     try:
         play(engine, [prompt], **params)
     except ValueError as error:

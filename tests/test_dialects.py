@@ -85,21 +85,17 @@ ANSWERS = {
 }
 
 
-def answer_items(path, response):
-    """The messages that a client sends back of a response."""
-    if path == "chat/completions":
-        return [response["choices"][0]["message"]]
-    return [{"role": "assistant", "content": response["content"]}]
-
-
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("path", DIALECTS)
 def test_an_answer_comes_back_from_the_client_as_it_was(path, answer):
     """Else its conversation would not be continued."""
     dialect = DIALECTS[path]
     response = json.loads(json.dumps(dialect.write(answer)))
-    body = {"model": "rl2", "messages": [USER, *answer_items(path, response), USER]}
-    body |= {"max_tokens": 5} if path == "messages" else {}
+    if path == "messages":
+        sent_back = {"role": "assistant", "content": response["content"]}
+    else:
+        sent_back = response["choices"][0]["message"]
+    body = {"model": "rl2", "messages": [USER, sent_back, USER], "max_tokens": 5}
     assert dialect.read(body, PARAMS).messages == [USER, answer.message(), USER]
 
 

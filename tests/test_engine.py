@@ -21,6 +21,7 @@ from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
+PACKAGES = {"sglang", "vllm"}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,7 @@ def make_engine(name, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize(
     ("has_gpu", "installed", "expected"),
-    [
-        (True, {"sglang", "vllm"}, "sglang"),
-        (True, {"vllm"}, "local"),
-        (False, {"sglang", "vllm"}, "local"),
-    ],
+    [(True, PACKAGES, "sglang"), (True, {"vllm"}, "local"), (False, PACKAGES, "local")],
 )
 def test_auto_chooses_an_engine_that_has_been_tried(monkeypatch, has_gpu, installed, expected):
     def version(package):
@@ -78,14 +75,8 @@ def to_tuples(generations):
 )
 def test_the_contract(device, tmp_path, family, tied, deterministic):
     name = make_model(tmp_path / "model", family, tied)
-    settings = EngineSettings(
-        name,
-        torch.float32,
-        CPU,
-        max_running_requests=5,
-        deterministic=deterministic,
-        stop=["some"],
-    )
+    options = {"deterministic": deterministic, "stop": ["some"]}
+    settings = EngineSettings(name, torch.float32, CPU, max_running_requests=5, **options)
     actor = Worker(worker_config(name, lr=0.05, max_grad_norm=1.0), device, num_updates=8)
     engine = LocalEngine(settings)
     check_contract(engine, settings, actor, "the engine")
@@ -103,7 +94,6 @@ def test_the_logits_are_fp32_whatever_the_dtype(llama, monkeypatch, packed):
     expected = hidden.double() @ head.weight.double().T
     logits = linear.head_logits(head, hidden)
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=2e-5)
-    engine.close()
 
 
 def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
@@ -124,16 +114,11 @@ def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
     monkeypatch.setattr(engine, "device", CPU)
     engine.load_weights(weights.items(), 1)
     assert to_tuples(play(engine, make_prompts(3), max_new_tokens=5)) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "device", "expected"),
-    [
-        ("vllm", "cuda", 256),
-        ("sglang", "cpu", 64),
-        ("local", "cuda", 64),
-    ],
+    [("vllm", "cuda", 256), ("sglang", "cpu", 64), ("local", "cuda", 64)],
 )
 def test_an_engine_decodes_as_many_sequences_as_its_device_likes(kind, device, expected):
     assert default_max_running(kind, torch.device(device)) == expected
@@ -156,7 +141,6 @@ def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llam
         assert out.finish_reason == ("stop" if ends else long.finish_reason)
         reasons.add((out.finish_reason, bool(ends)))
     assert reasons == {("stop", True), ("stop", False), ("length", False)}
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,7 +156,6 @@ def test_other_requests_change_no_bit_when_deterministic(llama, dtype):
     for number in (0, 5, 12):
         [alone] = to_tuples(play(engine, [prompts[number]], [seeds[number]], **params))
         assert alone == together[number]
-    engine.close()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -184,15 +167,14 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
 
     async def generate_all():
         lengths = [8] + [1] * 7
-        calls = []
-        for i, length in enumerate(lengths):
-            params = SamplingParams(max_new_tokens=length)
-            calls.append(engine.generate([5, 6], params, (0, i)))
+        calls = [
+            engine.generate([5, 6], SamplingParams(max_new_tokens=length), (0, i))
+            for i, length in enumerate(lengths)
+        ]
         assert [len(out.tokens) for out in await asyncio.gather(*calls)] == lengths
 
     engine.loop.run_until_complete(generate_all())
     assert step.call_count == 8
-    engine.close()
 
 
 def test_wrong_weights_are_refused_and_the_engine_does_not_generate_after_them(llama):
@@ -206,7 +188,6 @@ def test_wrong_weights_are_refused_and_the_engine_does_not_generate_after_them(l
         play(engine, [[5]], max_new_tokens=1)
     engine.load_weights(weights.items(), 2)
     assert play(engine, [[5]], max_new_tokens=1)[0].version == 2
-    engine.close()
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])
@@ -232,7 +213,6 @@ def test_a_cancelled_request_frees_its_slot_or_its_place(llama, cancelled):
     assert isinstance(results.pop(cancelled), asyncio.CancelledError)
     assert to_tuples(results) == [expected[1 - cancelled]]
     assert not engine._unfinished() and not engine.prompts
-    engine.close()
 
 
 def test_diverged_weights_raise_in_every_request(llama):
@@ -251,7 +231,6 @@ def test_diverged_weights_raise_in_every_request(llama):
     assert all(isinstance(error, RuntimeError) and "diverged" in str(error) for error in errors)
     engine.load_weights(weights.items(), 2)
     assert to_tuples(play(engine, [[5, 6]], max_new_tokens=3)) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize(

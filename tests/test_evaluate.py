@@ -62,11 +62,8 @@ def test_metrics_of_several_answers():
             "pass@4": 1.0,  # of the prompt that has four answers
         }
     )
-    assert set(measure_samples(trajectories, 1)) == {
-        "avg@1",
-        "avg@1_stderr",
-        "reward/mean_stderr",
-    }
+    names = {"avg@1", "avg@1_stderr", "reward/mean_stderr"}
+    assert set(measure_samples(trajectories, 1)) == names
     assert {f"pass@{k}" for k in (1, 2, 4, 5)} == {
         name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
     }
@@ -93,20 +90,19 @@ def make_rows(*answers):
     ]
 
 
-def prompts_of(rows):
-    return Examples(pack_rows(rows), ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
-
-
 def evaluate(tmp_path, sets, num_samples):
     """(metrics, transcripts by split) of test sets. The engine's answers depend on the seed."""
 
     def script(turn, seed):
         return str((7 * seed[-3] + seed[-2]) % 3), "stop"
 
-    collector, _, _ = make_agent(tmp_path, script, ENV)
+    collector, _, player = make_agent(tmp_path, script, ENV)
     written = {}
     collector.write_records = lambda split, step, records: written.update({split: list(records)})
-    prompts = {name: prompts_of(rows) for name, rows in sets.items()}
+    prompts = {
+        name: Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=99)
+        for name, rows in sets.items()
+    }
     evaluator = Evaluator(collector, prompts, PARAMS, num_samples)
     return evaluator.evaluate(3, 0), written, evaluator
 

@@ -67,7 +67,6 @@ def compare_with_cpu(device, batch, **settings):
 
 
 def worker():
-    """Compares updates on one GPU with a CPU."""
     batch = make_batch(longest=60)
     device = init_distributed()
     settings = {"gradient_checkpointing": True, "max_length_per_device": 200}
