@@ -49,23 +49,21 @@ class ScriptedGroups(ScriptedEngine):
         self.row_seconds = seconds
         self.lengths = {}
         self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self.begun_rows = set()
-        self.ended_keys = []  # of the trajectories that the env need not know any more
 
-    def row_of_last_request(self):
-        _, prompt = self.requests[-1]
-        return int(self.tokenizer.decode(prompt).split("<q>")[1])
+    @property
+    def requested_rows(self):
+        """The row of each request."""
+        return [int(self.tokenizer.decode(prompt).split("<q>")[1]) for _, prompt in self.requests]
 
     def answer(self, turn, seed):
-        row = self.row_of_last_request()
-        self.begun_rows.add(row)
+        row = self.requested_rows[-1]
         num_right = self.num_right[row]
         letter = "f" if num_right is None else "r" if seed[4] < num_right else "w"
         return letter * (self.lengths.get(row, 2) - 1), "stop"
 
     def seconds_of(self, seed):
         is_continued = self.params[-1].continued_tokens > 0
-        return 0.001 if is_continued else self.row_seconds.get(self.row_of_last_request(), 0.001)
+        return 0.001 if is_continued else self.row_seconds.get(self.requested_rows[-1], 0.001)
 
 
 def make_collector(folder, num_right, seconds, batch_size, **options) -> Collector:
@@ -78,15 +76,8 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
         for i in range(len(num_right))
     ]
     engine = ScriptedGroups(tokenizer, num_right, seconds)
-    env = load_env(env_file, 5)
-    end = env.end
-
-    async def end_and_note(key):
-        engine.ended_keys.append(key)
-        await end(key)
-
-    env.end = end_and_note
-    player = Player(engine, {"": env}, ChatTemplate(tokenizer), EnvFailures(0.0), 1, 400)
+    envs = {"": load_env(env_file, 5)}
+    player = Player(engine, envs, ChatTemplate(tokenizer), EnvFailures(0.0), 1, 400)
     return train_rows(player, rows, batch_size, **options)
 
 

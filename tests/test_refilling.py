@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -36,14 +37,15 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
     num_right = [0, 0, 0, 0] + [1] * 20
     seconds = {row: 5.0 for row in range(8, 24)}
     collector = make_collector(tmp_path, num_right, seconds, 4, filter=SOME, max_refills=3)
-    engine = collector.player.engine
+    engine, env = collector.player.engine, collector.player.envs[""]
+    env.end = mock.AsyncMock(wraps=env.end)
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ([4, 5, 6, 7], [0, 1, 2, 3])
     # 4 are missing after 4 of 4 were filtered, so 8 more began; 4 of them were aborted.
-    assert engine.begun_rows == set(range(12)) and engine.num_aborted == 8
+    assert set(engine.requested_rows) == set(range(12)) and engine.num_aborted == 8
     assert collector.cursor.position == 8 and not collector.carried_over
-    dropped = [("train", trajectory) for trajectory in range(16, 24)]
-    assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
+    dropped = [mock.call(("train", trajectory)) for trajectory in range(16, 24)]
+    assert [call for call in env.end.mock_calls if call in dropped] == dropped, "it was not told"
 
 
 @settings(deadline=None)
