@@ -171,9 +171,9 @@ def check_sampling(engine, prompts, model, check, length):
 
 
 def check_greedy(engine, prompts, model):
-    """Checks that greedy answers are those of transformers. Returns them."""
-    greedy = play(engine, prompts, temperature=0.0, max_new_tokens=10)
-    for prompt, out in zip(prompts, greedy, strict=False):
+    """Checks that greedy answers are those of transformers."""
+    answers = play(engine, prompts, temperature=0.0, max_new_tokens=10)
+    for prompt, out in zip(prompts, answers, strict=False):
         tokens = torch.tensor([prompt])
         expected = model.generate(
             tokens,
@@ -184,7 +184,6 @@ def check_greedy(engine, prompts, model):
             pad_token_id=0,
         )
         assert out.tokens == expected[0, len(prompt) :].tolist()
-    return greedy
 
 
 def abort_all(engine, prompts, max_new_tokens):
@@ -256,7 +255,7 @@ def check_contract(engine, settings, actor, package):
     prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
     model = AutoModelForCausalLM.from_pretrained(settings.model_name, dtype=torch.float32)
     check_sampling(engine, prompts, model, check_logps, length=20)
-    greedy = check_greedy(engine, prompts, model)
+    check_greedy(engine, prompts, model)
     if engine.index is not None:
         check_refused(engine, [], "no tokens", max_new_tokens=1)
         check_refused(engine, [98], "vocabulary", max_new_tokens=1)
@@ -265,8 +264,6 @@ def check_contract(engine, settings, actor, package):
     if settings.stop:
         check_stop_strings(engine, prompts, make_tokenizer())
     check_other_weights(engine, actor, prompts, model, check_logps, length=20)
-    moved = play(engine, prompts, temperature=0.0, max_new_tokens=10)
-    assert engine.index is None or moved != greedy
 
 
 def chosen_by_transformers(name, tokens):
