@@ -3,9 +3,7 @@
 `words` are further keys of a run, `env` variables of its processes.
 """
 
-import json
-
-from common import letter_run, read_metrics, torchrun
+from common import letter_run, read_jsonl, read_metrics, torchrun
 
 
 def command(folder, model, engine) -> list[str]:
@@ -40,11 +38,8 @@ def check_partial_rollouts(folder, model, engine, *words, env=None) -> None:
     )
     lines = read_metrics(folder / "run")
     assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
-    records = [
-        json.loads(line)
-        for path in (folder / "run/rollouts/train").iterdir()
-        for line in path.read_text().splitlines()
-    ]
+    paths = (folder / "run/rollouts/train").glob("*.jsonl")
+    records = [record for path in paths for record in read_jsonl(path)]
     assert len(records) == 6 * 32
     assert all(sum(n for _, n in r["versions"]) == r["length"] for r in records)
     replies = [(r["messages"][-1]["content"], r["finish_reason"]) for r in records]
