@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl2.batch import collate
 from rl2.config.schema import ActorConfig
+from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.offload import local_shard
 from rl2.worker import Worker
@@ -99,6 +100,18 @@ def worker_config(model_name: str, **changes) -> ActorConfig:
     return ActorConfig(model_name=model_name, **{**settings, **changes})
 
 
+def make_worker(name, device, critic=False, num_updates=8, **changes) -> Worker:
+    """A worker of the model `name`, or of its critic, always with the same adapters."""
+    config = worker_config(f"{name}-critic" if critic else name, **changes)
+    torch.manual_seed(0)
+    return Worker(config, device, critic, num_updates)
+
+
+def full_weights(worker, dtype=torch.float32) -> dict:
+    """Copies of its weights by their names in transformers."""
+    return {key: weight.clone() for key, weight in worker.iter_full_weights(dtype)}
+
+
 def make_batch(longest=20):
     """Groups of random rows with advantages, token weights and ages. Prompts are masked."""
     batch = collate(make_samples(seed=1, num_groups=3, longest=longest))
@@ -126,12 +139,10 @@ def two_steps(name, critic, device, batch, **changes):
     Names of weights are Hugging Face's. Where there are adapters, they are among the weights, with
     peft's names, and merged too; `initial_adapters` are the trained parameters before the updates.
     """
-    config = worker_config(f"{name}-critic" if critic else name, **changes)
-    torch.manual_seed(0)
-    worker = Worker(config, device, critic, num_updates=10)
+    worker = make_worker(name, device, critic, num_updates=10, **changes)
     use_sgd(worker)
     initial_adapters = {}
-    if config.lora_rank:
+    if worker.config.lora_rank:
         for key, parameter in worker.trained_parameters.items():
             initial_adapters[key] = parameter.detach().full_tensor().clone()
     scores = worker.score(batch, 0.9, with_entropy=not critic)
@@ -151,12 +162,20 @@ def two_steps(name, critic, device, batch, **changes):
     }
 
 
-def plain_steps(model, batch, score, loss):
-    """As `two_steps`, of a plain model on padded rows. `score(batch)` gives its TokenScores."""
+def plain_scores(model, batch, temperature=1.0) -> TokenScores:
+    """Log-probabilities and entropies by a plain model on padded rows."""
+    log_p = (model(batch.inputs).logits / temperature).log_softmax(-1)
+    logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+    return TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+
+
+def plain_steps(model, score, loss):
+    """As `two_steps`, of a plain model. `score(model, batch)` gives its TokenScores."""
+    batch = make_batch()
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scores, updates = [], []
     for _ in range(2):
-        scores.append(score(batch))
+        scores.append(score(model, batch))
         value, metrics = loss(batch, scores[-1])
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -208,9 +227,9 @@ def use_sgd(worker):
 def gradients_by_sgd(worker, batch, loss):
     """(the gradient of an update by the name of the weight, what the update reports)."""
     use_sgd(worker)
-    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
+    before = full_weights(worker)
     result = worker.update(batch, loss)
-    after = dict(worker.iter_full_weights(torch.float32))
+    after = full_weights(worker)
     return {key: (before[key] - after[key]) / result.lr for key in before}, result
 
 

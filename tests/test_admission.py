@@ -1,17 +1,14 @@
 """Models that rl2 computes as transformers does are trained; all others are refused in words."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 from common import ROUTING_BIAS, make_gpt2, make_model, make_routed, make_tokenizer
 from families import engine_problem, make_config, read_record, verdict
-from parity import make_batch, worker_config
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from parity import full_weights, make_batch, plain_scores, worker_config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
 )
@@ -85,15 +82,12 @@ def test_families_that_are_refused(name):
 def test_a_model_is_tried_once_and_leaves_the_random_state(tmp_path, device, monkeypatch):
     config = AutoConfig.from_pretrained(make_model(tmp_path / "model"))
     states = [torch.get_rng_state(), random.getstate()]
-    calls = []
-    find_problem = admission.find_problem
+    find_problem = mock.Mock(wraps=admission.find_problem)
     monkeypatch.setattr(admission, "_verdicts", {})
-    monkeypatch.setattr(
-        admission, "find_problem", lambda *args: calls.append(args) or find_problem(*args)
-    )
+    monkeypatch.setattr(admission, "find_problem", find_problem)
     for critic in (False, True, False):
         admission.admit("model", config, critic)
-    assert len(calls) == 2
+    assert find_problem.call_count == 2
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
 
 
@@ -116,8 +110,7 @@ def test_dropout_is_never_active(tmp_path, device, capsys):
         return (scores.logps * rows.mask).sum(), {}
 
     plain = AutoModelForCausalLM.from_pretrained(name).eval()
-    log_p = plain(batch.inputs).logits.log_softmax(-1)
-    expected = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+    expected = plain_scores(plain, batch).logps
     torch.testing.assert_close(before, expected, rtol=0, atol=2e-5)
     result = worker.update(batch, loss_fn)
     expected.sum().backward()
@@ -130,7 +123,7 @@ def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device):
     worker = Worker(worker_config(name, dtype="bfloat16"), device, False, 4)
     stored = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).state_dict()
     key, buffers = ROUTING_BIAS, [key for key in stored if key.endswith("correction_bias")]
-    weights = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
+    weights = full_weights(worker)
     assert stored[key].abs().min() > 0 and torch.equal(weights[key], stored[key])
     assert weights.keys() == stored.keys()
     engine = LocalEngine(EngineSettings(name, worker.dtype, device))

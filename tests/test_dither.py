@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import launch, make_model
-from parity import make_batch, policy_loss, save_layouts, worker_config
+from parity import full_weights, make_batch, make_worker, policy_loss, save_layouts
 from transformers import AutoModelForCausalLM
 
 from rl2.model.dither import dither_
 from rl2.parallel.mesh import init_distributed
-from rl2.worker import Worker
 
 ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 COPIES = 256
+CPU = torch.device("cpu")
 
 
 def dithered(weight: torch.Tensor, seed: int = 0, name: str = "w") -> torch.Tensor:
@@ -70,27 +70,18 @@ def stored_in_bf16(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def make_worker(name, **changes):
-    torch.manual_seed(3)
-    return Worker(worker_config(name, **changes), torch.device("cpu"), num_updates=8)
-
-
-def weights_of(worker, dtype):
-    return {name: weight.clone() for name, weight in worker.iter_full_weights(dtype)}
-
-
 def test_a_dithered_worker_starts_with_the_stored_model(stored_in_bf16):
-    plain = make_worker(stored_in_bf16, dtype="bfloat16")
-    moved = make_worker(stored_in_bf16, dtype="bfloat16", dither_weights=True)
+    plain = make_worker(stored_in_bf16, CPU, dtype="bfloat16")
+    moved = make_worker(stored_in_bf16, CPU, dtype="bfloat16", dither_weights=True)
     batch = make_batch()
     assert torch.equal(plain.score(batch).logps, moved.score(batch).logps)
-    rounded = weights_of(moved, torch.bfloat16)
-    for name, weight in weights_of(plain, torch.bfloat16).items():
+    rounded = full_weights(moved, torch.bfloat16)
+    for name, weight in full_weights(plain, torch.bfloat16).items():
         assert same_bits(weight, rounded[name])
-    in_fp32 = weights_of(moved, torch.float32)
+    in_fp32 = full_weights(moved, torch.float32)
     assert all((weight != rounded[name].float()).any() for name, weight in in_fp32.items())
-    computed_in_fp32 = make_worker(stored_in_bf16, dtype="float32", dither_weights=True)
-    for name, weight in weights_of(computed_in_fp32, torch.float32).items():
+    computed_in_fp32 = make_worker(stored_in_bf16, CPU, dtype="float32", dither_weights=True)
+    for name, weight in full_weights(computed_in_fp32, torch.float32).items():
         assert same_bits(weight, rounded[name].float())
 
 
@@ -105,8 +96,7 @@ LAYOUTS = {
 
 def start(name, **changes):
     """The float32 weights at the start."""
-    worker = make_worker(name, dtype="bfloat16", dither_weights=True, **changes)
-    return weights_of(worker, torch.float32)
+    return full_weights(make_worker(name, CPU, dtype="bfloat16", dither_weights=True, **changes))
 
 
 if __name__ == "__main__":  # a process of the test below
@@ -126,11 +116,11 @@ def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"dither_weights": True}])
 def test_a_resume_warns_if_the_weights_round_to_another_policy(stored_in_bf16, capsys, changes):
     """With or without dither, the policy is the rounded copy of the saved weights."""
-    worker = make_worker(stored_in_bf16, dtype="bfloat16", lr=1e-4)
+    worker = make_worker(stored_in_bf16, CPU, dtype="bfloat16", lr=1e-4)
     worker.update(make_batch(), policy_loss, with_entropy=True)
     batch = make_batch()
     logps = worker.score(batch).logps
-    resumed = make_worker(stored_in_bf16, **{"dtype": "bfloat16"} | changes)
+    resumed = make_worker(stored_in_bf16, CPU, **{"dtype": "bfloat16"} | changes)
     capsys.readouterr()
     resumed.load_state_dict(worker.state_dict())
     output = capsys.readouterr().out

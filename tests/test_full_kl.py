@@ -13,6 +13,7 @@ from parity import (
     LAYOUTS,
     SMALL_BUDGET,
     assert_equal_steps,
+    full_weights,
     make_batch,
     plain_steps,
     save_layouts,
@@ -56,6 +57,17 @@ def plain_log_p(head, outside):
     return (logits / head.settings.divisor).masked_fill(outside, -1e9).log_softmax(-1)
 
 
+def check_scores(scores, expected, factors, doubles):
+    """Compares values and gradients in the factors of a head with those in float64."""
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    weights = torch.randn(len(scores))
+    gradients = torch.autograd.grad((scores * weights).sum(), factors)
+    right = torch.autograd.grad((expected * weights).sum(), doubles)
+    tolerance = 1e-5 if factors[0].dtype == torch.float32 else 5e-3
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient.double() - other).norm() < tolerance * other.norm()
+
+
 @pytest.mark.parametrize("chunk_columns", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -71,7 +83,6 @@ def plain_log_p(head, outside):
 def test_chunked_kl_equals_log_softmax(
     monkeypatch, chunk_columns, dtype, caps, with_candidates, teacher_vocabulary
 ):
-    """In values and gradients."""
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * NUM_PAIRS)
     torch.manual_seed(0)
     head = make_head(8, dtype=dtype, divisor=0.7, cap=caps[0])
@@ -87,13 +98,7 @@ def test_chunked_kl_equals_log_softmax(
     log_p, log_q = plain_log_p(plain, outside), plain_log_p(in_float64(teacher)[0], outside)
     expected = (log_p.exp() * (log_p - log_q)).sum(-1)
     assert (kl > 0.1).all()
-    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-5)
-    factor = torch.randn(NUM_PAIRS)
-    gradients = torch.autograd.grad((kl * factor).sum(), factors)
-    right = torch.autograd.grad((expected * factor).sum(), doubles)
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    for gradient, other in zip(gradients, right, strict=True):
-        assert (gradient.double() - other).norm() < tolerance * other.norm()
+    check_scores(kl, expected, factors, doubles)
 
 
 def test_extreme_logits_stay_finite():
@@ -133,7 +138,7 @@ def reference(policy, teacher):
         for name in (policy, teacher)
     )
 
-    def score(batch):
+    def score(policy, batch):
         log_p, log_q = (
             (model(batch.inputs.long()).logits / 0.9).log_softmax(-1) for model in (policy, teacher)
         )
@@ -141,7 +146,7 @@ def reference(policy, teacher):
         kl = (log_p.exp() * (log_p - log_q.detach())).sum(-1)
         return TokenScores(logps=logps, teacher_kl=kl)
 
-    return plain_steps(policy, make_batch(), score, teacher_loss) | {"scores": {}}
+    return plain_steps(policy, score, teacher_loss) | {"scores": {}}
 
 
 def teacher_loss(batch, scores):
@@ -159,8 +164,7 @@ def two_updates(folder, policy, **changes):
     frozen = Worker(replace(config, model_name=f"{folder}/teacher"), torch.device("cpu"))
     batch = make_batch()
     updates = [worker.update(batch, teacher_loss, 0.9, teacher=frozen) for _ in range(2)]
-    weights = dict(worker.iter_full_weights(torch.float32))
-    return {"updates": [update.to_log() for update in updates], "weights": weights}
+    return {"updates": [update.to_log() for update in updates], "weights": full_weights(worker)}
 
 
 def layouts_of(world):

@@ -4,18 +4,26 @@ test_worker.py tests the layouts, test_checkpoint.py the moves between layouts, 
 test_examples.py whole runs, test_exact.py equal bits of an engine that applies adapters.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from common import make_critic, make_model
 from engine_contract import check_logps, play
-from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
+from parity import (
+    MAX_GRAD_NORM,
+    full_weights,
+    make_batch,
+    make_worker,
+    plain_scores,
+    policy_loss,
+    value_loss,
+)
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
-from rl2.model.token_model import TokenScores
-from rl2.worker import Worker
 
 
 @pytest.fixture
@@ -28,13 +36,7 @@ def make(tmp_path, device):
     model.save_pretrained(name)
     make_critic(name)
 
-    def make(critic=False, num_updates=8, **changes):
-        settings = {"lora_rank": 3, "lr": 1e-2, **changes}
-        config = worker_config(f"{name}-critic" if critic else name, **settings)
-        torch.manual_seed(0)
-        return Worker(config, device, critic, num_updates)
-
-    return make
+    return partial(make_worker, name, device, lora_rank=3, lr=1e-2)
 
 
 def full_parameters(worker):
@@ -55,10 +57,8 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
             bits, plain_bits = (x.view(torch.uint8) for x in (weight, plain_weights.pop(key)))
             assert torch.equal(bits, plain_bits), f"{key}: engines compare checksums"
         assert not plain_weights
-        reference = worker.reference()
-        assert torch.equal(
-            reference.score(batch, 0.9).logps, expected
-        )  # the first pass of this worker
+        reference = worker.reference()  # which scores before the worker does
+        assert torch.equal(reference.score(batch, 0.9).logps, expected)
         assert torch.equal(worker.score(batch, 0.9).logps, expected)
         start = full_parameters(worker)
         trained = worker.trained_parameters.keys()
@@ -77,10 +77,9 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
 
 def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
-    assert (
-        sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
-    )  # A and B of 7 matrices in 2 layers
-    before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
+    adapters = [key for key in worker.trained_parameters if not key.startswith("hf.score")]
+    assert len(adapters) == 2 * 7 * 2  # A and B of 7 matrices in 2 layers
+    before = full_weights(worker)
     expected = make(critic=True, num_updates=0).score(batch).values
     assert torch.equal(worker.score(batch).values, expected)
     for _ in range(2):
@@ -110,15 +109,7 @@ def test_updates_are_those_of_peft(make, tmp_path):
     worker.export(str(tmp_path / "start"), tokenizer)
     base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, tmp_path / "start/adapter", is_trainable=True).eval()
-
-    def scores_of_peft():
-        log_p = model(batch.inputs).logits.log_softmax(-1)
-        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
-        entropy = -(log_p.exp() * log_p).sum(-1) * batch.mask
-        return TokenScores(logps=logps, entropy=entropy)
-
-    with torch.no_grad():
-        start = scores_of_peft().logps
+    start = plain_scores(model, batch).logps.detach()
     torch.testing.assert_close(worker.score(batch).logps, start, rtol=0, atol=2e-5)
     trained = [p for key, p in model.named_parameters() if ".lora_" in key]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
@@ -128,11 +119,10 @@ def test_updates_are_those_of_peft(make, tmp_path):
     for version in (1, 2):
         worker.update(batch, policy_loss, with_entropy=True)
         optimizer.zero_grad()
-        policy_loss(batch, scores_of_peft())[0].backward()
+        policy_loss(batch, plain_scores(model, batch))[0].backward()
         torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
         optimizer.step()
-        with torch.no_grad():
-            after = scores_of_peft().logps
+        after = plain_scores(model, batch).logps.detach()
         torch.testing.assert_close(worker.score(batch).logps, after, rtol=0, atol=1e-3)
         engine.load_weights(worker.iter_trained_weights(worker.dtype), version)
         answers.append(play(engine, prompts, max_new_tokens=8))

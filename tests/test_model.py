@@ -1,12 +1,22 @@
 """Compares the chunked head with plain log-softmax: values, gradients, costs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from test_full_kl import (
+    NUM_PAIRS,
+    VOCABULARY,
+    check_scores,
+    in_float64,
+    make_head,
+    plain_log_p,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
 from rl2.model.head import head_scores
-from rl2.model.logits import CandidateMask, HeadInputs, LogitSettings
+from rl2.model.logits import CandidateMask, HeadInputs
 
 
 def draw_candidates(targets, vocabulary):
@@ -47,36 +57,24 @@ def test_a_head_equals_log_softmax(
 ):
     """In values, entropies and gradients. A special head has a bias and a cap."""
     monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
-    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * 37)
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * VOCABULARY)
     torch.manual_seed(0)
-    factors = [torch.randn(23, 8), torch.randn(37, 8), torch.randn(37)][: 2 + is_special]
-    factors = [factor.to(dtype).requires_grad_() for factor in factors]
-    targets = torch.randint(37, (23,))
-    outside, mask = torch.zeros(23, 37, dtype=torch.bool), None
+    head = make_head(8, dtype=dtype, divisor=temperature, cap=2.5 if is_special else None)
+    targets = torch.randint(VOCABULARY, (NUM_PAIRS,))
+    outside = torch.zeros(NUM_PAIRS, VOCABULARY, dtype=torch.bool)
     if with_candidates:
-        counts, ids, outside = draw_candidates(targets, 37)
+        counts, ids, outside = draw_candidates(targets, VOCABULARY)
         mask = CandidateMask.of(counts, ids)
-    settings = LogitSettings(temperature, 2.5 if is_special else None, mask)
-    head = HeadInputs(*factors[:2], settings, *factors[2:])
+        head = replace(head, settings=replace(head.settings, candidates=mask))
     logps, entropy = head_scores(head, targets, with_entropy, exact=exact)
-    doubles = [factor.detach().double().requires_grad_() for factor in factors]
-    logits = doubles[0] @ doubles[1].T
-    if is_special:
-        logits = 2.5 * ((logits + doubles[2]) / 2.5).tanh()
-    log_p = (logits / temperature).masked_fill(outside, -1e9).log_softmax(-1)
-    expected = log_p.gather(1, targets[:, None])[:, 0]
-    scores = logps
+    plain, doubles, factors = in_float64(head)
+    log_p = plain_log_p(plain, outside)
+    scores, expected = logps, log_p.gather(1, targets[:, None])[:, 0]
     assert (entropy is not None) == with_entropy
     if with_entropy:
         scores = torch.cat([logps, entropy])
         expected = torch.cat([expected, -(log_p.exp() * log_p).sum(-1)])
-    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
-    factor = torch.randn(len(scores))
-    gradients = torch.autograd.grad((scores * factor).sum(), factors)
-    right = torch.autograd.grad((expected * factor).sum(), doubles)
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    for gradient, other in zip(gradients, right, strict=True):
-        assert (gradient.double() - other).norm() < tolerance * other.norm()
+    check_scores(scores, expected, factors, doubles)
 
 
 @pytest.mark.parametrize("most_kept, num_again", [(0, 1), (5 * 37, 0), (5 * 37 - 1, 1)])

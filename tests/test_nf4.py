@@ -9,21 +9,17 @@ import sys
 import bitsandbytes
 import pytest
 import torch
-from common import (
-    SPECIAL,
-    launch,
-    make_critic,
-    make_model,
-)
+from common import SPECIAL, launch, make_critic, make_model
 from parity import (
     SMALL_BUDGET,
     assert_equal_steps,
+    full_weights,
     make_batch,
+    make_worker,
     policy_loss,
     save_layouts,
     two_steps,
     value_loss,
-    worker_config,
 )
 from peft import PeftModel
 from torch import nn
@@ -31,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.model.nf4 import Nf4Linear, dequantize, quantize
 from rl2.run.weights_hash import hash_weights
-from rl2.worker import Worker
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
 
@@ -83,11 +78,9 @@ def make(tmp_path, device):
     name = make_model(tmp_path / "model", "qwen3", **SIZES)
     make_critic(name)
 
-    def make(critic=False, num_updates=8, name=name, **changes):
+    def make(name=name, **changes):
         settings = {"lora_rank": 3, "lr": 1e-2, "quantize_base": "nf4", **changes}
-        config = worker_config(f"{name}-critic" if critic else name, **settings)
-        torch.manual_seed(0)
-        return Worker(config, device, critic, num_updates)
+        return make_worker(name, device, **settings)
 
     return make
 
@@ -123,10 +116,9 @@ def test_training_equals_lora_on_the_dequantised_base(make, tmp_path, checkpoint
     assert torch.equal(logps, plain.score(batch, 0.9).logps)
     assert (logps - reference).abs().max() > 0.1
     assert torch.equal(worker.reference().score(batch, 0.9).logps, reference)
-    expected = dict(plain.iter_full_weights(torch.float32))
-    for key, weight in worker.iter_full_weights(torch.float32):
-        assert torch.equal(weight, expected.pop(key)), key
-    assert not expected
+    weights, expected = full_weights(worker), full_weights(plain)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in weights)
 
 
 def test_what_is_stored_in_4_bits(make, capsys):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import GLM4_MOE, LOCAL_EXPERTS, make_model, make_tokenizer
-from parity import make_batch, policy_loss, worker_config
+from parity import full_weights, make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
 
 from rl2.model.classes import find_routers
@@ -15,9 +15,9 @@ MIXTURES = {"gpt_oss": LOCAL_EXPERTS, "glm4_moe": GLM4_MOE}
 def update(name, device, **changes):
     """(the worker after an update, its weights before and after)."""
     worker = Worker(worker_config(name, lr=1e-2, **changes), device, False, 4)
-    before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
+    before = full_weights(worker)
     worker.update(make_batch(), policy_loss, with_entropy=True)
-    return worker, before, dict(worker.iter_full_weights(torch.float32))
+    return worker, before, full_weights(worker)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -25,6 +25,7 @@ from parity import (
     SMALL_BUDGET,
     assert_equal_steps,
     make_batch,
+    plain_scores,
     policy_loss,
     save_layouts,
     two_steps,
@@ -106,8 +107,7 @@ def test_an_export_is_the_trained_model(folder, tmp_path, device, family):
     plain = AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", dtype=torch.float32, attn_implementation="eager"
     )
-    log_p = plain(batch.inputs).logits.log_softmax(-1)
-    expected = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+    expected = plain_scores(plain, batch).logps
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
     stored = dict(AutoModelForCausalLM.from_pretrained(name).named_parameters())
     for key, weight in plain.named_parameters():  # sinks and biases are trained too

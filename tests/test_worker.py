@@ -13,8 +13,10 @@ from common import WINDOWED, launch, make_critic, make_model
 from parity import (
     LEARNING_RATE,
     assert_equal_steps,
+    full_weights,
     layouts_of,
     make_batch,
+    plain_scores,
     plain_steps,
     policy_loss,
     two_steps,
@@ -36,24 +38,18 @@ from rl2.worker import Worker
 
 def reference(name, critic):
     """The two updates of a plain model."""
-    if critic:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            f"{name}-critic", dtype=torch.float32, num_labels=1
-        )
-    else:
+    if not critic:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return plain_steps(model, partial(plain_scores, temperature=0.9), policy_loss)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        f"{name}-critic", dtype=torch.float32, num_labels=1
+    )
 
-    def score(batch):
-        hidden = model.base_model(
-            batch.inputs, attention_mask=torch.ones_like(batch.inputs)
-        ).last_hidden_state
-        if critic:
-            return TokenScores(values=model.score(hidden)[..., 0] * batch.mask)
-        log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
-        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
-        return TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+    def score(model, batch):
+        hidden = model.base_model(batch.inputs).last_hidden_state
+        return TokenScores(values=model.score(hidden)[..., 0] * batch.mask)
 
-    return plain_steps(model, make_batch(), score, value_loss if critic else policy_loss)
+    return plain_steps(model, score, value_loss)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +114,6 @@ def test_schedules_start_above_zero_and_end_where_they_say():
 def name(tmp_path_factory):
     """The name of a model that no test changes."""
     return make_model(tmp_path_factory.mktemp("models") / "model")
-
-
-def full_weights(worker):
-    return {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
 
 
 def test_the_state_of_another_optimizer_is_refused(name, tmp_path, device):
@@ -213,13 +205,8 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(name, device):
     """The first ones. True means all of them, False none. Their attention is not computed again."""
     expected = None
     num_attends = 0
-    for setting, runs in (
-        (False, [1, 1]),
-        (0, [1, 1]),
-        (1, [2, 1]),
-        (7, [2, 2]),
-        (True, [2, 2]),
-    ):
+    settings = [(False, [1, 1]), (0, [1, 1]), (1, [2, 1]), (7, [2, 2]), (True, [2, 2])]
+    for setting, runs in settings:
         config = worker_config(name, gradient_checkpointing=setting)
         worker = Worker(config, device, False, 4)
         layers = worker.model.hf.base_model.layers
