@@ -18,9 +18,18 @@ from rl2.trainer.ppo import actor_loss, add_advantages, mini_batches
 
 
 def make_ragged_batch(seed, **sizes):
-    """Of some rows of a group the first tokens of the answer are not trained, of some none."""
+    """Of some rows of a group the first tokens of the answer are not trained, of some none.
+
+    The first row has no candidates.
+    """
     rng = random.Random(seed)
-    batch = collate(make_samples(seed, **sizes))
+    samples = make_samples(seed, **sizes)
+    for sample in samples[1:]:
+        for is_trained in sample.mask:
+            ids = rng.sample(range(90), rng.randint(1, 5)) if is_trained else []
+            sample.candidate_counts.append(len(ids))
+            sample.candidate_ids.extend(ids)
+    batch = collate(samples)
     for row, (prompt, end) in enumerate(scored_spans(batch)):
         if rng.random() < 0.15:
             batch.mask[row, : rng.randint(prompt, end)] = 0
@@ -87,11 +96,13 @@ def test_a_row_that_shares_no_prompt_is_one_segment():
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_zigzag_assigns_every_token_and_every_pair_once(seed, size, share):
-    batch = make_ragged_batch(seed)
+def test_zigzag_assigns_every_token_and_every_pair_with_its_candidates_once(seed, size, share):
+    """Also after rows are selected; the last one has no candidates."""
+    batch = make_ragged_batch(seed).select([*range(1, 12), 0])
     packed = pack(batch, share)
     parts = [zigzag(packed, size, rank) for rank in range(size)]
     assert sum(part.tokens.shape[1] for part in parts) == packed.tokens.shape[1]
+    ends = batch.candidates.counts.cumsum(1)
     pairs = []
     for rank, part in enumerate(parts):
         assert part.tokens.shape[1] == sum(map(sum, part.chunks[rank]))
@@ -99,37 +110,14 @@ def test_zigzag_assigns_every_token_and_every_pair_once(seed, size, share):
         assert torch.equal(part.tokens[0, part.hidden_index], batch.inputs[part.rows, part.columns])
         assert torch.equal(part.positions[0, part.hidden_index], part.columns)
         assert torch.equal(part.targets, batch.targets[part.rows, part.columns])
+        candidates = part.candidate_ids.split(part.candidate_counts.tolist())
+        for row, column, ids in zip(part.rows, part.columns, candidates, strict=True):
+            end = ends[row, column]
+            start = end - batch.candidates.counts[row, column]
+            assert ids.tolist() == batch.candidates.ids[row][start:end].tolist()
+            assert (len(ids) == 0) == (row == 11)
         pairs += torch.stack([part.rows, part.columns], 1).tolist()
     assert sorted(pairs) == batch.mask.nonzero().tolist()
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("size", [1, 3])
-def test_candidates_stay_with_their_pairs(size, share):
-    """Also after rows are selected and where a mask is cleared; the first sample has none."""
-    rng = random.Random(0)
-    samples = make_samples(0)
-    for sample in samples[1:]:
-        for is_trained in sample.mask:
-            ids = rng.sample(range(90), rng.randint(1, 5)) if is_trained else []
-            sample.candidate_counts.append(len(ids))
-            sample.candidate_ids.extend(ids)
-    batch = collate(samples).select([5, 0, 3, 4])
-    batch.mask[1, ::2] = 0
-    batch.mask[2, ::2] = 0
-    ends = batch.candidates.counts.cumsum(1)
-    packed = pack(batch, share)
-    num_pairs = 0
-    for rank in range(size):
-        part = zigzag(packed, size, rank)
-        found = part.candidate_ids.split(part.candidate_counts.tolist())
-        for row, column, ids in zip(part.rows, part.columns, found, strict=True):
-            count = batch.candidates.counts[row, column]
-            end = ends[row, column]
-            assert ids.tolist() == batch.candidates.ids[row][end - count : end].tolist()
-            assert (count == 0) == (row == 1)
-            num_pairs += 1
-    assert num_pairs == batch.mask.sum()
 
 
 def test_zigzag_follows_its_definition_and_balances_causal_attention():
@@ -289,8 +277,8 @@ def test_rows_that_are_dropped_from_a_mini_batch_stay_in_the_rollout():
     ("estimator", "expected"),
     [
         # The rewards 1 and 0 of a group are advantages of 0.5 and -0.5; coef is 2.
-        ("reinforce", [[0.5 + 2 * 0.1, 0.5 - 2 * 0.3], [-0.5, -0.5 + 2 * 0.5]]),
-        ("distillation", [[0.1, -0.3], [0.0, 0.5]]),
+        ("reinforce", [0.5 + 2 * 0.1, 0.5 - 2 * 0.3, -0.5, -0.5 + 2 * 0.5]),
+        ("distillation", [0.1, -0.3, 0.0, 0.5]),
     ],
 )
 def test_a_teacher_adds_its_log_probability_minus_that_of_the_policy(estimator, expected):
@@ -302,9 +290,7 @@ def test_a_teacher_adds_its_log_probability_minus_that_of_the_policy(estimator, 
     batch.old_logps = torch.tensor([[-1.0, -2.0], [-3.0, -1.5]])
     batch.teacher_logps = torch.tensor([[-0.9, -2.3], [-3.0, -1.0]])
     metrics = add_advantages(batch, config, {})
-    assert batch.advantages.flatten().tolist() == pytest.approx(
-        [x for row in expected for x in row]
-    )
+    assert batch.advantages.flatten().tolist() == pytest.approx(expected)
     assert metrics["actor/teacher_kl"] == pytest.approx(-(0.1 - 0.3 + 0.0 + 0.5) / 4)
 
 
