@@ -3,22 +3,19 @@
 import asyncio
 import re
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from common import SPECIAL, launch_runs, make_model, read_metrics, write_jsonl
+from common import SPECIAL, launch_runs, letter_run, make_model, read_metrics
 from engine_contract import play
 from parity import policy_loss, worker_config
+from scripted import process_group  # noqa: F401
 
 from rl2.attention import pages as pages_module
-from rl2.attention.pages import (
-    attend_pages,
-    exact_factors,
-    queries_are_independent,
-)
+from rl2.attention.pages import attend_pages, exact_factors, queries_are_independent
 from rl2.batch import Sample, collate
 from rl2.config.arguments import read_arguments
 from rl2.config.conditions import Exactness, choose_exactness, exact_obstacles
@@ -27,7 +24,6 @@ from rl2.config.schema import PPOConfig
 from rl2.engine import local
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.parallel.mesh import init_distributed
 from rl2.rollout.trajectory import append_tokens
 from rl2.worker import Worker
 
@@ -60,24 +56,16 @@ if "granite_swa" in SPECIAL:
     FAMILIES["granite_swa with sinks"] = ("granite_swa", sinks)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    yield init_distributed()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """The path of each model of FAMILIES by name, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("models")
-    made = {}
 
+    @cache
     def find(name):
-        if name not in made:
-            family, overrides = FAMILIES[name]
-            settings = {**SHAPE, "initializer_range": 0.1, **overrides}
-            made[name] = make_model(folder / name.replace(" ", "_"), family, **settings)
-        return made[name]
+        family, overrides = FAMILIES[name]
+        settings = {**SHAPE, "initializer_range": 0.1, **overrides}
+        return make_model(folder / name.replace(" ", "_"), family, **settings)
 
     return find
 
@@ -123,14 +111,8 @@ def roll_out(engine, temperature=1.0, seed=0, **params):
     for length in PROMPT_LENGTHS:
         prompt = torch.randint(3, 98, (length,), generator=generator).tolist()
         prompts += [prompt] * GROUP_SIZE
-    answers = play(
-        engine,
-        prompts,
-        [(seed, i) for i in range(len(prompts))],
-        temperature=temperature,
-        max_new_tokens=9,
-        **params,
-    )
+    seeds = [(seed, i) for i in range(len(prompts))]
+    answers = play(engine, prompts, seeds, temperature=temperature, max_new_tokens=9, **params)
     samples = []
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         sample = Sample((), (), (), (), i // GROUP_SIZE, i)
@@ -354,31 +336,26 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
 def test_whole_runs_are_exact(models, tmp_path):
     """Two processes with FSDP, several turns and updates."""
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
-    rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}]} for i in range(8)]
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    (tmp_path / "env.py").write_text(
-        "def reward_fn(messages):\n    return sum(map(ord, messages[-1]['content'])) % 7\n"
-        "def interact(messages):\n    return [{'role': 'user', 'content': 'and now?'}]\n"
-    )
     name = make_model(tmp_path / "tiny", **{**SHAPE, "vocab_size": 98, "initializer_range": 0.1})
     common = [
         "ppo",
-        f"actor.model_name={name}",
-        f"data.path={tmp_path / 'train.jsonl'}",
-        f"rollout.env_path={tmp_path / 'env.py'}",
-        "data.prompts_per_rollout=4",
+        *letter_run(tmp_path, name),
         "data.responses_per_prompt=4",
-        "data.max_length=64",
         "actor.lr=1e-3",
         "actor.dtype=bfloat16",
+        "actor.gradient_checkpointing=true",
         "actor.max_length_per_device=400",
         "rollout.max_running=16",
         "rollout.max_turns=2",
         "rollout.train_sampling_params.max_new_tokens=12",
         "rollout.train_sampling_params.stop=[a,e,s]",
         "rollout.train_sampling_params.temperature=0.9",
-        "trainer.disable_wandb=true",
+        "trainer.max_steps=2",
     ]
+    (tmp_path / "env.py").write_text(
+        "def reward_fn(messages):\n    return sum(map(ord, messages[-1]['content'])) % 7\n"
+        "def interact(messages):\n    return [{'role': 'user', 'content': 'and now?'}]\n"
+    )
     variants = {
         "by_default": ["actor.update_per_rollout=2", "kl.coef=0.01", "kl.type=reward"],
         "adapters": ["actor.lora_rank=8", "rollout.exact=true", "rollout.check_weights=true"],
@@ -391,8 +368,7 @@ def test_whole_runs_are_exact(models, tmp_path):
         assert len(lines) == 2
         for line in lines:
             for metric in ("logp_difference", "kl_k1", "kl_k3", "outside"):
-                value = line[f"actor/mismatch_{metric}"]
-                assert value == 0, (key, metric)
+                assert line[f"actor/mismatch_{metric}"] == 0, (key, metric)
 
 
 @pytest.fixture

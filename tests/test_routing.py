@@ -19,7 +19,7 @@ from common import (
     launch_runs,
     letter_run,
     make_model,
-    read_jsonl,
+    read_metrics,
 )
 from engine_contract import check_routing, chosen_by_transformers
 from parity import (
@@ -72,16 +72,8 @@ LAYOUTS = {
 )
 def test_the_engine_tells_what_the_routers_choose(tmp_path, family, exact):
     name = make_model(tmp_path / "model", family, tied=False, **FAMILIES[family])
-    engine = LocalEngine(
-        EngineSettings(
-            name,
-            torch.float32,
-            torch.device("cpu"),
-            max_running_requests=2,
-            exact=exact,
-            with_experts=True,
-        )
-    )
+    options = {"max_running_requests": 2, "exact": exact, "with_experts": True}
+    engine = LocalEngine(EngineSettings(name, torch.float32, torch.device("cpu"), **options))
     check_routing(engine, name)
     engine.close()
 
@@ -202,55 +194,43 @@ def interact(messages):
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Runs of two turns on a mixture of experts, by their names."""
-    folder = tmp_path_factory.mktemp("routing")
-    name = make_model(folder / "tiny", "qwen3_moe", **MIXTURES["qwen3_moe"])
-    keys = letter_run(folder, name) + [
+def test_a_run_keeps_the_experts_of_all_turns_and_trains_with_them(tmp_path):
+    """Also a run on the saved rollouts: the engine of step 1 had the weights that it begins with.
+
+    With rollout.exact the first policy chooses what the engine chose, so that replay only changes
+    what the second update of a rollout computes.
+    """
+    name = make_model(tmp_path / "tiny", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    keys = letter_run(tmp_path, name) + [
         "rollout.max_turns=2",
         "actor.update_per_rollout=2",
         "trainer.save_tokens=true",
         "trainer.max_steps=2",
     ]
-    (folder / "env.py").write_text(LETTER_ENV + TURNS_ENV)
+    (tmp_path / "env.py").write_text(LETTER_ENV + TURNS_ENV)
     settings = {
         "replayed": ["actor.routing_replay=true"],
         "plain": [],
-        "again": ["actor.routing_replay=true", f"trainer.rollouts_from={folder / 'replayed'}"],
+        "again": ["actor.routing_replay=true", f"trainer.rollouts_from={tmp_path / 'replayed'}"],
     }
+    folders = {key: tmp_path / key for key in settings}
     commands = [
-        ["ppo", *keys, *own, f"trainer.save_dir={folder / name}"] for name, own in settings.items()
+        ["ppo", *keys, *own, f"trainer.save_dir={folders[key]}"] for key, own in settings.items()
     ]
     launch_runs(1, commands)
-    return folder
-
-
-def test_a_run_keeps_the_experts_of_all_turns(runs):
-    tensors = load_file(runs / "replayed/rollouts/train/step_1.safetensors")
+    replayed, plain, again = (read_metrics(folder)[0] for folder in folders.values())
+    assert replayed["reward/mean"] == plain["reward/mean"]
+    assert replayed["actor/loss"] != plain["actor/loss"]  # the mean of two updates
+    assert replayed["actor/loss"] == again["actor/loss"]
+    tensors = load_file(tmp_path / "replayed/rollouts/train/step_1.safetensors")
     lengths, counts = tensors["length"].tolist(), tensors["expert_tokens"].tolist()
     assert tensors["experts"].shape == (sum(counts), NUM_LAYERS, NUM_CHOICES)
     for mask, count in zip(tensors["mask"].split(lengths), counts, strict=True):
         assert count >= mask.nonzero().max()  # all tokens that predict a sampled one
-    name = str(runs / "tiny")
-    for tokens, experts in list(
-        zip(tensors["tokens"].split(lengths), tensors["experts"].split(counts), strict=True)
-    )[:3]:
+    rows = zip(tensors["tokens"].split(lengths), tensors["experts"].split(counts), strict=True)
+    for tokens, experts in list(rows)[:3]:
         expected = chosen_by_transformers(name, tokens[: len(experts) + 1].tolist())
         assert torch.equal(experts.sort(-1).values.long(), expected.sort(-1).values)
-
-
-def test_replay_changes_what_the_second_update_of_a_rollout_computes(runs):
-    """With rollout.exact the first policy chooses what the engine chose."""
-    replayed, plain = (read_jsonl(runs / name / "metrics.jsonl") for name in ("replayed", "plain"))
-    assert replayed[0]["reward/mean"] == plain[0]["reward/mean"]
-    assert replayed[0]["actor/loss"] != plain[0]["actor/loss"]  # the mean of two updates
-
-
-def test_saved_rollouts_are_trained_with_their_experts(runs):
-    """The engine of the first step had the weights that the trainer begins with."""
-    replayed, again = (read_jsonl(runs / name / "metrics.jsonl") for name in ("replayed", "again"))
-    assert replayed[0]["actor/loss"] == again[0]["actor/loss"]
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
