@@ -8,13 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from common import (
-    RECURRENT,
-    check_adapter,
-    make_model,
-    make_samples,
-    make_tokenizer,
-)
+from common import RECURRENT, check_adapter, make_model, make_samples, make_tokenizer
 from engine_contract import check_logps, make_prompts, play
 from parity import make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
@@ -26,12 +20,7 @@ from rl2.config.conditions import Exactness
 from rl2.engine.base import EngineSettings
 from rl2.engine.cache import DenseKVCache
 from rl2.engine.local import LocalEngine
-from rl2.model.admission import (
-    gradients_of,
-    packed_columns,
-    plain_columns,
-    relative_distances,
-)
+from rl2.model.admission import gradients_of, packed_columns, plain_columns, relative_distances
 from rl2.model.attachment import ModelSettings
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.token_model import TokenModel

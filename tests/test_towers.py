@@ -8,14 +8,7 @@ import torch
 from common import check_adapter, make_tokenizer
 from engine_contract import check_logps, play
 from parity import make_batch, policy_loss, worker_config
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Config, Qwen2_5_VLConfig
 
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
@@ -44,17 +37,16 @@ def gemma3(**sizes):
     text = {**TEXT, "head_dim": 8, "sliding_window": 6, **sizes}
     text["layer_types"] = ["sliding_attention", "full_attention"]
     vision = {**VISION, "num_hidden_layers": 2, "image_size": 8, "patch_size": 2}
-    config = Gemma3Config(
+    return Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=97, **TOP
     )
-    return Gemma3ForConditionalGeneration, config
 
 
 def qwen2_5_vl(**sizes):
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
     vision |= {"out_hidden_size": 64, "patch_size": 2, "fullatt_block_indexes": [1]}
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": rope, **sizes},
         vision_config=vision,
         image_token_id=97,
@@ -63,7 +55,6 @@ def qwen2_5_vl(**sizes):
         vision_end_token_id=94,
         **{**TOP, "tie_word_embeddings": False},
     )
-    return Qwen2_5_VLForConditionalGeneration, config
 
 
 FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}
@@ -74,9 +65,9 @@ def save_family(family, folder, **sizes) -> str:
 
     `sizes` are those of the text model.
     """
-    model_class, config = FAMILIES[family](**sizes)
     torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
+    config = FAMILIES[family](**sizes)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
     return str(folder)

@@ -20,18 +20,16 @@ from rl2.data.rows import load_rows
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 
-
-def make_pair(question_length, chosen_length, rejected_length):
-    return {
+PAIRS = [
+    {
         "messages": [{"role": "user", "content": "q" * question_length}],
         "chosen": "ab" * chosen_length,
         "rejected": "yx" * rejected_length,
     }
-
-
-PAIRS = [make_pair(3, 1, 4), make_pair(9, 2, 2), make_pair(5, 6, 1)]
+    for question_length, chosen_length, rejected_length in ((3, 1, 4), (9, 2, 2), (5, 6, 1))
+]
 CHOSEN_THEN_REJECTED = [0, 2, 4, 1, 3, 5]  # the order of the rows in TRL's batches
 
 
@@ -74,9 +72,8 @@ def read_examples(tmp_path, rows, kind):
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, rows)
     tokenizer = make_tokenizer()
-    template = ChatTemplate(tokenizer)
     loaded = load_rows(str(path), read=kind.read)
-    examples = list(Examples(loaded, template, kind, max_length=400))
+    examples = list(Examples(loaded, ChatTemplate(tokenizer), kind, max_length=400))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 
@@ -104,8 +101,6 @@ def check_update(result, trl_loss, trl_model):
 
 
 def test_sft_loss(tmp_path, device):
-    from trl import SFTTrainer
-
     name = make_model(tmp_path / "model")
     messages = []
     for i in (1, 3):
@@ -117,7 +112,7 @@ def test_sft_loss(tmp_path, device):
     result = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
     model = load_trl_model(name, "entropy", "is_top1")
     arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
-    trainer = make_trl(SFTTrainer, model=model, args=arguments)
+    trainer = make_trl(trl.SFTTrainer, model=model, args=arguments)
     labels = ids.masked_fill(mask == 0, -100)
     inputs = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
     check_update(result, trainer.compute_loss(model, inputs), model)
@@ -125,8 +120,6 @@ def test_sft_loss(tmp_path, device):
 
 @pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.1), ("ipo", 0.3), ("hinge", 0.2)])
 def test_dpo_loss(tmp_path, device, loss, beta):
-    from trl import DPOTrainer
-
     name = make_model(tmp_path / "model", seed=1)
     reference = make_model(tmp_path / "reference")
     run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, PAIR_ROWS)
@@ -138,7 +131,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     result = update(name, device, batch, loss_fn, keep_groups_together=True)
     model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
     trainer = make_trl(
-        DPOTrainer,
+        trl.DPOTrainer,
         model=model,
         ref_model=load_trl_model(reference),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
@@ -157,12 +150,8 @@ def test_dpo_loss(tmp_path, device, loss, beta):
         "completion_mask": mask[CHOSEN_THEN_REJECTED],
     }
     check_update(result, trainer._compute_loss(model, inputs, False), model)
-    names = {
-        "chosen": "chosen_reward",
-        "rejected": "rejected_reward",
-        "accuracies": "accuracy",
-        "margins": "margin",
-    }
+    names = {"chosen": "chosen_reward", "rejected": "rejected_reward"}
+    names |= {"accuracies": "accuracy", "margins": "margin"}
     for trl_name, rl2_name in names.items():
         expected = pytest.approx(result.metrics[rl2_name], rel=1e-5)
         assert trainer._metrics["train"][f"rewards/{trl_name}"] == [expected]
@@ -170,7 +159,6 @@ def test_dpo_loss(tmp_path, device, loss, beta):
 
 def test_kto_loss(tmp_path, device):
     """Labelled replies, with the KL estimate of TRL's mismatched rows."""
-    from trl import KTOTrainer
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
     name = make_model(tmp_path / "model", seed=2)
@@ -205,7 +193,7 @@ def test_kto_loss(tmp_path, device):
         features[i]["KL_completion_ids"] = features[i - 1]["completion_ids"]
     model = load_trl_model(name, "entropy", "mean_logits")
     trainer = make_trl(
-        KTOTrainer,
+        trl.KTOTrainer,
         model=model,
         ref_model=load_trl_model(reference),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
