@@ -1,6 +1,6 @@
 """Tests of rl2/algorithms and of the losses of the trainers.
 
-Formulas are compared with loops in plain Python and closed-form gradients.
+Estimators are compared with loops in plain Python, losses with formulas that need no masks.
 """
 
 import math
@@ -13,12 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (
-    advantage_inputs,
-    make_samples,
-    policy_inputs,
-    preference_inputs,
-)
+from common import advantage_inputs, make_samples, policy_inputs, preference_inputs
 from configs import key_types
 from torch.nn.functional import softplus
 
@@ -53,6 +48,7 @@ from rl2.trainer import dpo, rm, sft
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, needs_old_logps
 from rl2.worker import UpdateResult
 
+assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 SEEDS = range(6)
 NOTHING_TRAINED = 6  # the seed of a case whose trajectories have all failed
 LOSSES = [
@@ -70,7 +66,6 @@ LOSSES = [
 
 
 def policy_loss(case, loss, correction=None, off_policy_limit=None, **settings):
-    """Call `losses.policy_loss` on the columns of the case."""
     columns = (case.logps, case.old_logps, case.advantages, case.mask)
     inputs = policy_inputs(*columns, engine_logps=case.engine_logps, **settings)
     compute = POLICY_LOSSES[loss].compute
@@ -90,50 +85,45 @@ def preference_loss(case, loss, **settings):
     return dpo.preference_loss(DPOLossConfig(loss=loss, **settings), batch, TokenScores(case.logps))
 
 
-def make_case(seed, dtype=torch.float64, huge_padding=True):
+def make_case(seed, huge_padding=True):
     """Random columns of ragged groups of trajectories.
 
     A trajectory has one to three rows. The rows of different trajectories are interleaved. Some
     tokens are not sampled, and some trajectories have no sampled token. The ids of groups and
     trajectories are not sorted.
     """
-    rng = random.Random(seed)
+    rng = random.Random(1460 + seed)
     groups = []  # the group id of each trajectory
     for group in rng.sample(range(100), rng.randint(1, 4)):
         groups += [group] * rng.randint(1, 4)
-    trajectories = rng.sample(range(1000), len(groups))
-    rows = []
-    for group, trajectory in zip(groups, trajectories, strict=True):
-        rows += [(group, trajectory)] * rng.randint(1, 3)
-    rng.shuffle(rows)
+    rows = []  # (group, trajectory, whether it has failed)
     failure_rate = 1 if seed == NOTHING_TRAINED else 0.15
-    failed = {trajectory for trajectory in trajectories if rng.random() < failure_rate}
-    width = rng.randint(1, 8)
-    mask = []
-    for _, trajectory in rows:
-        is_alive = trajectory not in failed
-        mask.append([float(is_alive and rng.random() < 0.7) for _ in range(width)])
-    mask[0][0] = float(rows[0][1] not in failed)
-    case = SimpleNamespace(mask=torch.tensor(mask, dtype=dtype))
-    case.group = torch.tensor([group for group, _ in rows])
-    case.trajectory = torch.tensor([trajectory for _, trajectory in rows])
+    for group, trajectory in zip(groups, rng.sample(range(1000), len(groups)), strict=True):
+        rows += [(group, trajectory, rng.random() < failure_rate)] * rng.randint(1, 3)
+    rng.shuffle(rows)
+    case = SimpleNamespace()
+    case.group, case.trajectory, failed = map(torch.tensor, zip(*rows, strict=True))
+    shape = (len(rows), rng.randint(1, 8))
     generator = torch.Generator().manual_seed(seed)
+    sampled = torch.rand(shape, generator=generator) < 0.7
+    sampled[0, 0] = True
+    case.mask = (sampled & ~failed[:, None]).double()
 
     def normal(scale=1.0):
-        return scale * torch.randn(len(rows), width, generator=generator, dtype=dtype)
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     case.old_logps = -normal().abs()
     case.logps = case.old_logps + normal(0.2)
     case.engine_logps = case.old_logps + normal(0.15)
-    case.rewards = torch.randint(0, 2, case.mask.shape, generator=generator).to(dtype)
+    case.rewards = torch.randint(0, 2, shape, generator=generator).double()
     case.advantages = normal()
     case.correction = normal().abs()
     case.old_values = normal()
     case.returns = normal()
     case.values = case.old_values + normal(0.3)
-    case.weights = torch.rand(case.mask.shape, generator=generator, dtype=dtype) * case.mask
+    case.weights = torch.rand(shape, generator=generator).double() * case.mask
     # Some tokens are much rarer in the engine, so that the ratio to it meets its cap.
-    case.engine_logps -= 4 * (torch.rand(case.mask.shape, generator=generator) < 0.1)
+    case.engine_logps -= 4 * (torch.rand(shape, generator=generator) < 0.1)
     if huge_padding:
         spoil_padding(case, generator)
     return case
@@ -148,6 +138,12 @@ def spoil_padding(case, generator):
             setattr(case, name, torch.where(case.mask > 0, column, huge))
 
 
+def trained(mask, column):
+    """The column with 0 where no token is trained, and the mean over the tokens of each row."""
+    column = torch.where(mask > 0, column, 0.0)
+    return column, column.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def sampled_cells(mask, trajectory):
     """{trajectory: [(row, column) of each sampled token, in order of time]}."""
     cells = defaultdict(list)
@@ -158,54 +154,42 @@ def sampled_cells(mask, trajectory):
     return cells
 
 
-def assert_cells(tensor, values):
-    """Assert that `tensor` holds `values`, {(row, column): value}, and 0 in all other cells."""
-    expected = torch.zeros_like(tensor)
-    for cell, value in values.items():
-        expected[cell] = value
-    torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-9)
-
-
 def assert_metrics(metrics, expected):
     """Assert that the metrics are scalars without a gradient, equal to `expected`."""
     assert metrics.keys() == expected.keys()
     for name, value in metrics.items():
         assert value.shape == () and not value.requires_grad, name
-        assert value.item() == pytest.approx(expected[name], rel=1e-9, abs=1e-9), name
+        wanted = torch.as_tensor(expected[name], dtype=torch.float64).item()
+        assert value.item() == pytest.approx(wanted, rel=1e-9, abs=1e-9), name
 
 
 # KL
 
 
 def test_kl_estimates_and_their_gradients_in_expectation():
-    """The expectations over all tokens of a softmax.
+    """The expectations over all tokens of a softmax: k1 and k3 are unbiased.
 
-    k1 and k3 are unbiased. The gradient of k2 is that of KL(policy || reference), the gradient of
-    k3 is that of KL(reference || policy), and the gradient of k1 is zero. Weighted by the ratio to
-    the policy that sampled, all have the gradient of KL(policy || reference).
+    The gradients are 0, that of KL(policy || reference), and that of KL(reference || policy).
+    Weighted by the ratio to the policy that sampled, all are that of KL(policy || reference).
     """
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref, sampling = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     logps = logits.log_softmax(0)
-    probs = logps.exp().detach()
-    estimates = {name: (probs * kl_estimate(logps, ref, name)).sum() for name in ("k1", "k2", "k3")}
     reverse_kl = (logps.exp() * (logps - ref)).sum()
     forward_kl = (ref.exp() * (ref - logps)).sum()
-    assert estimates["k1"].item() == pytest.approx(reverse_kl.item())
-    assert estimates["k3"].item() == pytest.approx(reverse_kl.item())
 
     def gradient(loss):
         return torch.autograd.grad(loss, logits, retain_graph=True)[0]
 
-    torch.testing.assert_close(gradient(estimates["k2"]), gradient(reverse_kl))
-    torch.testing.assert_close(gradient(estimates["k3"]), gradient(forward_kl))
-    torch.testing.assert_close(gradient(estimates["k1"]), torch.zeros_like(logits))
+    for name, same_gradient in {"k1": 0 * forward_kl, "k2": reverse_kl, "k3": forward_kl}.items():
+        estimate = kl_estimate(logps, ref, name)
+        expectation = (logps.exp().detach() * estimate).sum()
+        assert name == "k2" or expectation.item() == pytest.approx(reverse_kl.item())
+        assert_close(gradient(expectation), gradient(same_gradient))
+        weighted = (sampling.exp() * weighted_kl(estimate, logps - sampling, name)).sum()
+        assert_close(gradient(weighted), gradient(reverse_kl))
     assert (gradient(forward_kl) - gradient(reverse_kl)).abs().max() > 0.05
-    for name in estimates:  # weighted, of the tokens of another policy
-        weighted = weighted_kl(kl_estimate(logps, ref, name), logps - sampling, name)
-        found = gradient((sampling.exp() * weighted).sum())
-        torch.testing.assert_close(found, gradient(reverse_kl))
 
 
 # Advantages
@@ -220,9 +204,9 @@ def parts_of(case):
 
 
 def inputs_of(case, **settings):
-    columns = {"reward_parts": parts_of(case)}
-    columns |= {"values": case.values, "old_logps": case.old_logps, "teacher_logps": case.logps}
-    others = {**columns, **settings}
+    columns = {"reward_parts": parts_of(case), "values": case.values}
+    columns |= {"old_logps": case.old_logps, "teacher_logps": case.logps}
+    others = columns | settings
     return advantage_inputs(case.mask, case.rewards, case.group, case.trajectory, **others)
 
 
@@ -231,17 +215,17 @@ def compare_in_groups(case, advantage, values=None):
     cells_of = sampled_cells(case.mask, case.trajectory)
     if values is None:
         values = {t: sum(case.rewards[c].item() for c in cells) for t, cells in cells_of.items()}
-    group_of = {t: case.group[cells[0][0]].item() for t, cells in cells_of.items()}
+    group_of = dict(zip(case.trajectory.tolist(), case.group.tolist(), strict=True))
     members = defaultdict(list)
-    for trajectory, group in group_of.items():
-        members[group].append(values[trajectory])
-    return {t: advantage(values[t], members[group]) for t, group in group_of.items()}
+    for trajectory in cells_of:
+        members[group_of[trajectory]].append(values[trajectory])
+    return {t: advantage(values[t], members[group_of[t]]) for t in cells_of}
 
 
 def on_tokens(case, values):
-    """{cell: the value of its trajectory}."""
-    cells_of = sampled_cells(case.mask, case.trajectory)
-    return {cell: value for t, value in values.items() for cell in cells_of[t]}
+    """[B, T] of {trajectory: value}."""
+    rows = [[values.get(trajectory, 0.0)] for trajectory in case.trajectory.tolist()]
+    return torch.tensor(rows, dtype=torch.float64) * case.mask
 
 
 def over_mean(reward, rewards):
@@ -275,35 +259,27 @@ def loop_gdpo(case):
     return on_tokens(case, {t: total / std for t, total in totals.items()})
 
 
-def whitened(cells):
-    """{cell: (value - mean) / standard deviation} over all cells."""
-    if len(cells) < 2:
-        return dict.fromkeys(cells, 0.0)
-    mean = statistics.mean(cells.values())
-    std = math.sqrt(statistics.variance(cells.values()) + 1e-8)
-    return {cell: (value - mean) / std for cell, value in cells.items()}
+def whitened(case, column):
+    sampled = column[case.mask > 0]
+    if len(sampled) < 2:
+        return torch.zeros_like(column)
+    return (column - sampled.mean()) / (sampled.var() + 1e-8).sqrt() * case.mask
 
 
 def loop_gae(case, values, gamma, lamda):
-    advantages = {}
+    advantages = torch.zeros_like(case.mask)
     for cells in sampled_cells(case.mask, case.trajectory).values():
         advantage = next_value = 0.0
         for cell in reversed(cells):
-            value = values[cell].item()
-            delta = case.rewards[cell].item() + gamma * next_value - value
+            delta = case.rewards[cell] + gamma * next_value - values[cell]
             advantage = delta + gamma * lamda * advantage
             advantages[cell] = advantage
-            next_value = value
+            next_value = values[cell]
     return advantages
 
 
-def loop_reinforce_plus_plus(case, gamma):
-    return whitened(loop_gae(case, torch.zeros_like(case.values), gamma, 1.0))
-
-
-def loop_distillation(case):
-    cells = map(tuple, case.mask.nonzero().tolist())
-    return {cell: (case.logps - case.old_logps)[cell].item() for cell in cells}
+def loop_reinforce_plus_plus(case):
+    return whitened(case, loop_gae(case, torch.zeros_like(case.values), 0.9, 1.0))
 
 
 def by_group(advantage):
@@ -316,9 +292,9 @@ ESTIMATES = [
     ("rloo", {}, by_group(over_the_others)),
     ("maxrl", {}, by_group(over_mean_in_means)),
     ("gdpo", {}, loop_gdpo),
-    ("reinforce_plus_plus", dict(gamma=0.9), partial(loop_reinforce_plus_plus, gamma=0.9)),
-    ("reinforce_plus_plus_baseline", {}, lambda case: whitened(by_group(over_mean)(case))),
-    ("distillation", {}, loop_distillation),
+    ("reinforce_plus_plus", dict(gamma=0.9), loop_reinforce_plus_plus),
+    ("reinforce_plus_plus_baseline", {}, lambda case: whitened(case, by_group(over_mean)(case))),
+    ("distillation", {}, lambda case: trained(case.mask, case.logps - case.old_logps)[0]),
 ]
 
 
@@ -327,7 +303,7 @@ ESTIMATES = [
 def test_an_estimator_is_its_loop_and_edits_nothing(seed, estimator, settings, loop):
     case = make_case(seed)
     advantages = ADVANTAGE_ESTIMATORS[estimator].compute(inputs_of(case, **settings))
-    assert_cells(advantages, loop(case))
+    assert_close(advantages, loop(case))
     for name, column in vars(make_case(seed)).items():
         assert getattr(case, name).equal(column), name
 
@@ -368,8 +344,8 @@ def test_gae(seed, gamma, lamda):
     case = make_case(seed)
     expected = loop_gae(case, case.values, gamma, lamda)
     advantages, returns = gae(inputs_of(case, gamma=gamma, lamda=lamda))
-    assert_cells(advantages, expected)
-    assert_cells(returns, {cell: x + case.values[cell].item() for cell, x in expected.items()})
+    assert_close(advantages, expected)
+    assert_close(returns, expected + trained(case.mask, case.values)[0])
 
 
 # Averages
@@ -377,22 +353,20 @@ def test_gae(seed, gamma, lamda):
 
 @pytest.mark.parametrize("seed", [*SEEDS, NOTHING_TRAINED])
 def test_token_weights(seed):
+    """What an average counts weighs the same, and so do the tokens of each."""
     case = make_case(seed)
-    rows_of = sampled_cells(case.mask, case.trajectory)
-    groups = {trajectory: case.group[cells[0][0]].item() for trajectory, cells in rows_of.items()}
-    tokens_of_group = Counter()
-    for trajectory, cells in rows_of.items():
-        tokens_of_group[groups[trajectory]] += len(cells)
-    expected = {average: {} for average in names.TOKEN_AVERAGES}
-    for trajectory, cells in rows_of.items():
-        group_size = tokens_of_group[groups[trajectory]]
-        for cell in cells:
-            expected["prompt"][cell] = 1 / group_size / len(tokens_of_group)
-            expected["token"][cell] = 1 / tokens_of_group.total()
-            expected["sequence"][cell] = 1 / len(cells) / len(rows_of)
-            expected["constant"][cell] = 1 / 16 / len(rows_of)
-    for average, cells in expected.items():
-        assert_cells(token_weights(case.mask, case.trajectory, average, 16, case.group), cells)
+    counted = {"token": 0 * case.group, "sequence": case.trajectory, "prompt": case.group}
+    assert {*counted, "constant"} == {*names.TOKEN_AVERAGES}
+    for average, ids in counted.items():
+        expected = torch.zeros_like(case.mask)
+        cells_of = sampled_cells(case.mask, ids)
+        for cells in cells_of.values():
+            for cell in cells:
+                expected[cell] = 1 / len(cells) / len(cells_of)
+        assert_close(token_weights(case.mask, case.trajectory, average, group=case.group), expected)
+    num_trajectories = max(1, len(sampled_cells(case.mask, case.trajectory)))
+    weights = token_weights(case.mask, case.trajectory, "constant", 16)
+    assert_close(weights, case.mask / 16 / num_trajectories)
 
 
 # Policy loss
@@ -401,48 +375,44 @@ def test_token_weights(seed):
 def policy_formula(
     case, loss, clip, clip_high, dual_clip=None, correction=None, off_policy_limit=None
 ):
-    """Returns the loss, with its gradient, and the metrics, of the trained tokens of each row."""
+    """The loss, with its gradient, and the metrics."""
     low, high = 1 - clip, 1 + clip_high
-    total, sums = 0.0, defaultdict(float)
-    for row, is_trained in enumerate(case.mask > 0):
-        columns = (case.logps, case.old_logps, case.engine_logps, case.advantages, case.weights)
-        logps, old_logps, engine_logps, advantages, weights = (x[row][is_trained] for x in columns)
-        log_ratio = logps - old_logps
-        ratio = log_ratio.exp()
-        if loss == "gspo":  # the value is that of the row, the gradient flows through the token
-            ratio = log_ratio.mean().exp().detach() * (logps - logps.detach()).exp()
-        elif loss == "dppo":
-            ratio = (logps - engine_logps).exp()
-        metrics = {"approx_kl": log_ratio.exp() - 1 - log_ratio, "ratio": ratio}
-        if loss == "reinforce":
-            losses = -advantages * logps
-        elif loss == "cispo":
-            metrics["clip_ratio"] = ratio > high
-            losses = -ratio.clamp(max=high).detach() * advantages * logps
-        elif loss == "dppo":
-            moved = logps.exp() - engine_logps.exp()
-            is_outside = torch.where(advantages > 0, moved > high - 1, moved < low - 1)
-            metrics["clip_ratio"] = is_outside
-            capped = torch.where(ratio > 20, 20 * (1 + logps - logps.detach()), ratio)
-            losses = -advantages * capped * ~is_outside
-        else:
-            is_clipped = torch.where(advantages > 0, ratio > high, ratio < low)
-            losses = -advantages * torch.where(is_clipped, ratio.clamp(low, high), ratio)
-            if dual_clip is not None:
-                is_large = (advantages < 0) & (losses > -dual_clip * advantages)
-                losses = torch.where(is_large, -dual_clip * advantages, losses)
-                is_clipped = is_clipped | is_large
-            metrics["clip_ratio"] = is_clipped
-        if correction is not None:
-            losses = losses * correction[row][is_trained]
-        if off_policy_limit is not None:
-            surprise = (engine_logps - logps).mean()
-            metrics["off_policy_masked"] = (advantages < 0) & (surprise > off_policy_limit)
-            losses = losses * ~metrics["off_policy_masked"]
-        total = total + (weights * losses).sum()
-        for name, values in metrics.items():
-            sums[name] += (weights * values).sum().item()
-    return total, sums
+    columns = (case.logps, case.engine_logps, case.advantages)
+    logps, engine_logps, advantages = (trained(case.mask, column)[0] for column in columns)
+    log_ratio, mean_log_ratio = trained(case.mask, case.logps - case.old_logps)
+    ratio = log_ratio.exp()
+    if loss == "gspo":  # the value is that of the row, the gradient flows through the token
+        ratio = mean_log_ratio.exp().detach() * (logps - logps.detach()).exp()
+    elif loss == "dppo":
+        ratio = (logps - engine_logps).exp()
+    metrics = {"approx_kl": log_ratio.exp() - 1 - log_ratio, "ratio": ratio}
+    if loss == "reinforce":
+        losses = -advantages * logps
+    elif loss == "cispo":
+        metrics["clip_ratio"] = ratio > high
+        losses = -ratio.clamp(max=high).detach() * advantages * logps
+    elif loss == "dppo":
+        moved = logps.exp() - engine_logps.exp()
+        is_outside = torch.where(advantages > 0, moved > high - 1, moved < low - 1)
+        metrics["clip_ratio"] = is_outside
+        capped = torch.where(ratio > 20, 20 * (1 + logps - logps.detach()), ratio)
+        losses = -advantages * capped * ~is_outside
+    else:
+        is_clipped = torch.where(advantages > 0, ratio > high, ratio < low)
+        losses = -advantages * torch.where(is_clipped, ratio.clamp(low, high), ratio)
+        if dual_clip is not None:
+            is_large = (advantages < 0) & (losses > -dual_clip * advantages)
+            losses = torch.where(is_large, -dual_clip * advantages, losses)
+            is_clipped = is_clipped | is_large
+        metrics["clip_ratio"] = is_clipped
+    if correction is not None:
+        losses = losses * correction
+    if off_policy_limit is not None:
+        _, surprise = trained(case.mask, case.engine_logps - case.logps)
+        metrics["off_policy_masked"] = (advantages < 0) & (surprise > off_policy_limit)
+        losses = losses * ~metrics["off_policy_masked"]
+    sums = {name: (case.weights * values).sum() for name, values in metrics.items()}
+    return (case.weights * losses).sum(), sums
 
 
 @pytest.mark.parametrize("options", LOSSES)
@@ -479,32 +449,27 @@ def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_weights(seed, cap):
     case = make_case(seed)
-    expected = {correction: torch.zeros_like(case.mask) for correction in IMPORTANCE_CORRECTIONS}
-    for row, is_trained in enumerate(case.mask > 0):
-        rho = (case.old_logps - case.engine_logps)[row][is_trained].exp()
-        product = rho.prod()
-        geometric_mean = product ** (1 / len(rho)) if len(rho) else product
-        weights = {
-            "token_tis": rho.clamp(max=cap),
-            "token_mask": rho * (rho >= 1 / cap) * (rho <= cap),
-            "sequence_mask": product * (product <= cap),
-            "geometric_mask": float(1 / cap <= geometric_mean <= cap),
-        }
-        for correction, value in weights.items():
-            expected[correction][row][is_trained] = value
+    log_rho, mean_log_rho = trained(case.mask, case.old_logps - case.engine_logps)
+    rho, product, geometric_mean = log_rho.exp(), log_rho.sum(1, True).exp(), mean_log_rho.exp()
+    expected = {
+        "token_tis": rho.clamp(max=cap),
+        "token_mask": rho * (rho >= 1 / cap) * (rho <= cap),
+        "sequence_mask": product * (product <= cap),
+        "geometric_mask": (geometric_mean >= 1 / cap) & (geometric_mean <= cap),
+    }
+    assert expected.keys() == IMPORTANCE_CORRECTIONS.keys()
     old_logps = case.old_logps.requires_grad_()
     engine_logps = case.engine_logps.requires_grad_()
-    for correction in IMPORTANCE_CORRECTIONS:
+    for correction, value in expected.items():
         weights = importance_weights(old_logps, engine_logps, case.mask, correction, cap)
         assert weights.shape == case.mask.shape and not weights.requires_grad
-        torch.testing.assert_close(weights * case.mask, expected[correction])
+        assert_close(weights * case.mask, value * case.mask)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rollout_mismatch(seed):
     case = make_case(seed)
-    is_trained = case.mask > 0
-    differences = (case.engine_logps - case.old_logps)[is_trained]
+    differences, _ = trained(case.mask, case.engine_logps - case.old_logps)
     numbers = {
         "logp_difference": differences.abs(),
         "kl_k1": differences,
@@ -513,8 +478,7 @@ def test_rollout_mismatch(seed):
         "ratio": (-differences).exp(),
         "ratio_squared": (-2 * differences).exp(),
     }
-    weights = case.weights[is_trained]
-    expected = {name: (x * weights).sum().item() for name, x in numbers.items()}
+    expected = {name: (x * case.weights).sum() for name, x in numbers.items()}
     old_logps = case.old_logps.requires_grad_()
     assert_metrics(rollout_mismatch(old_logps, case.engine_logps, case.weights), expected)
 
@@ -543,16 +507,15 @@ def test_effective_sample_size():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_loss_and_its_gradient(seed):
     case = make_case(seed)
-    is_trained = case.mask > 0
     values = case.values.requires_grad_()
-    columns = (values, case.old_values, case.returns, case.weights)
-    value, old_value, target, weight = (column[is_trained] for column in columns)
+    columns = (values, case.old_values, case.returns)
+    value, old_value, target = (trained(case.mask, column)[0] for column in columns)
     error = (value - target) ** 2
     clipped_error = (torch.clip(value, old_value - 0.2, old_value + 0.2) - target) ** 2
-    expected = (weight * torch.where(error >= clipped_error, error, clipped_error)).sum()
-    metrics = {"clip_ratio": weight * (clipped_error > error), "value": weight * value}
-    sums = {name: x.sum().item() for name, x in metrics.items()}
-    check_loss(values, value_loss(*columns, 0.2), expected, sums)
+    expected = (case.weights * torch.where(error >= clipped_error, error, clipped_error)).sum()
+    metrics = {"clip_ratio": clipped_error > error, "value": value}
+    sums = {name: (case.weights * x).sum() for name, x in metrics.items()}
+    check_loss(values, value_loss(*columns, case.weights, 0.2), expected, sums)
 
 
 # Losses of data sets
@@ -575,25 +538,22 @@ def make_pairs(seed):
     return case
 
 
-def trained_parts(column, mask):
-    """The trained cells [t] of each row of a column."""
-    return [row[is_trained > 0] for row, is_trained in zip(column, mask, strict=True)]
+def metrics_of_pairs(rewards):
+    """Of the rewards [8] of replies, which weigh the same."""
+    chosen, rejected = rewards[::2], rewards[1::2]
+    return {
+        "chosen_reward": chosen.mean(),
+        "rejected_reward": rejected.mean(),
+        "accuracy": (chosen > rejected).double().mean(),
+        "margin": (chosen - rejected).mean(),
+    }
 
 
-def pairs_of(rows):
-    return zip(rows[::2], rows[1::2], strict=True)
-
-
-def add_pair_metrics(metrics, chosen_reward, rejected_reward):
-    """Add the metrics of one of four pairs to the means in `metrics`."""
-    metrics["chosen_reward"] += chosen_reward.item() / 4
-    metrics["rejected_reward"] += rejected_reward.item() / 4
-    metrics["accuracy"] += (chosen_reward > rejected_reward).item() / 4
-    metrics["margin"] += (chosen_reward - rejected_reward).item() / 4
-
-
-def sum_of_k3(log_ratios):
-    return (log_ratios.exp() - 1 - log_ratios).sum().item()
+def mean_k3(case):
+    """The mean of k3 over the tokens of each reply, and over the replies, which weigh the same."""
+    log_ratios = case.logps - case.ref_logps
+    _, means = trained(case.mask, log_ratios.exp() - 1 - log_ratios)
+    return means.mean()
 
 
 def check_loss(column, found, expected, expected_metrics):
@@ -602,57 +562,45 @@ def check_loss(column, found, expected, expected_metrics):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     assert_metrics(metrics, expected_metrics)
     gradients = [torch.autograd.grad(value, column)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+    assert_close(*gradients)
 
 
-PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "orpo")
-
-
-def pair_formula(loss, chosen, rejected, beta, smoothing, target):
-    """The loss of a pair, of the trained tokens' log p, or log(p / p_reference), of its replies."""
-    m = chosen.sum() - rejected.sum()
+def pair_formula(loss, totals, means, beta, label_smoothing, target_margin):
+    """The loss of each pair, of the total and the mean of log p, or log(p / p_reference)."""
+    m = totals[::2] - totals[1::2]
+    chosen, rejected = means[::2], means[1::2]
     if loss == "sigmoid":
-        return (1 - smoothing) * softplus(-beta * m) + smoothing * softplus(beta * m)
+        right, wrong = softplus(-beta * m), softplus(beta * m)
+        return (1 - label_smoothing) * right + label_smoothing * wrong
     if loss == "hinge":
         return (1 - beta * m).clamp(min=0)
-    chosen, rejected = chosen.mean(), rejected.mean()
     if loss == "ipo":
         return (chosen - rejected - 1 / (2 * beta)) ** 2
     if loss == "simpo":
-        return softplus(target - beta * (chosen - rejected))
+        return softplus(target_margin - beta * (chosen - rejected))
     odds = [mean - (1 - mean.exp()).log() for mean in (chosen, rejected)]
     return -chosen + beta * softplus(odds[1] - odds[0])
 
 
 @pytest.mark.parametrize(("smoothing", "sft_coef"), [(0.0, 0.3), (0.2, 0.0)])
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "simpo", "orpo"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_preference_losses(seed, loss, smoothing, sft_coef):
     case = make_pairs(seed)
-    beta, target = 0.7, 0.4
+    beta = 0.7
+    settings = dict(beta=beta, label_smoothing=smoothing, target_margin=0.4)
     logps = case.logps.requires_grad_()
-    ref_logps = case.ref_logps if PREFERENCE_LOSSES[loss].needs else None
-    rows = trained_parts(logps, case.mask)
-    gains = rows if ref_logps is None else trained_parts(logps - ref_logps, case.mask)
-    expected, metrics = 0.0, defaultdict(float)
-    for pair, (chosen, _) in zip(pairs_of(gains), pairs_of(rows), strict=True):
-        value = pair_formula(loss, *pair, beta, smoothing, target)
-        expected += (value - sft_coef * chosen.mean()) / 4
-        rewards = [beta * (row.mean() if ref_logps is None else row.sum()) for row in pair]
-        add_pair_metrics(metrics, *rewards)
-        if sft_coef:
-            metrics["chosen_loss"] -= chosen.mean().item() / 4
-        for row in pair:
-            if ref_logps is not None:
-                metrics["kl"] += sum_of_k3(row) / len(row) / 8
-    found = preference_loss(
-        case,
-        loss,
-        beta=beta,
-        label_smoothing=smoothing,
-        target_margin=target,
-        sft_coef=sft_coef,
-    )
+    gains, metrics = logps, {}
+    if PREFERENCE_LOSSES[loss].needs:
+        gains, metrics = logps - case.ref_logps, {"kl": mean_k3(case)}
+    gains, means = trained(case.mask, gains)
+    totals, means = gains.sum(1), means[:, 0]
+    metrics |= metrics_of_pairs(beta * (totals if PREFERENCE_LOSSES[loss].needs else means))
+    expected = pair_formula(loss, totals, means, **settings).mean()
+    if sft_coef:
+        metrics["chosen_loss"] = -trained(case.mask, logps)[1][::2].mean()
+        expected = expected + sft_coef * metrics["chosen_loss"]
+    found = preference_loss(case, loss, sft_coef=sft_coef, **settings)
     check_loss(logps, found, expected, metrics)
 
 
@@ -668,21 +616,21 @@ def test_orpo_is_finite_where_a_reply_is_certain_or_impossible(logp):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kto(seed):
     case = make_pairs(seed)
-    beta, weights, z0 = 0.3, {1: 1.5, 0: 0.7}, case.z0[0].item()
     logps = case.logps.requires_grad_()
-    expected, expected_metrics = 0.0, defaultdict(float)
-    rows = trained_parts(logps - case.ref_logps, case.mask)
-    for log_ratios, label in zip(rows, case.label.tolist(), strict=True):
-        reward = beta * (log_ratios.sum() - z0)
-        margin = reward if label else -reward
-        expected += weights[label] * (1 - margin.sigmoid()) / 8
-        expected_metrics["reward"] += reward.item() / 8
-        expected_metrics["margin"] += margin.item() / 8
-        expected_metrics["accuracy"] += (margin > 0).item() / 8
-        expected_metrics["reference_point"] += z0 / 8
-        expected_metrics["kl"] += sum_of_k3(log_ratios) / len(log_ratios) / 8
-    found = preference_loss(case, "kto", beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
-    check_loss(logps, found, expected, expected_metrics)
+    log_ratios, _ = trained(case.mask, logps - case.ref_logps)
+    rewards = 0.3 * (log_ratios.sum(1) - case.z0)
+    margins = torch.where(case.label > 0, rewards, -rewards)
+    weights = 1.5 * case.label + 0.7 * (1 - case.label)
+    expected = (weights * (1 - margins.sigmoid())).mean()
+    metrics = {
+        "reward": rewards.mean(),
+        "margin": margins.mean(),
+        "accuracy": (margins > 0).double().mean(),
+        "reference_point": case.z0[0],
+        "kl": mean_k3(case),
+    }
+    found = preference_loss(case, "kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)
+    check_loss(logps, found, expected, metrics)
 
 
 def test_a_loss_of_single_replies_without_a_reference(monkeypatch):
@@ -717,14 +665,11 @@ def test_reward_loss(seed):
     weights = torch.zeros_like(case.mask)
     weights[range(8), last_columns] = 1 / 8
     values = case.values.requires_grad_()
-    expected, expected_metrics = 0.0, defaultdict(float)
-    pairs = pairs_of(values[range(8), last_columns])
-    for (chosen, rejected), margin in zip(pairs, case.margin[::2], strict=True):
-        expected += softplus(margin - (chosen - rejected)) / 4
-        add_pair_metrics(expected_metrics, chosen, rejected)
+    rewards = values[range(8), last_columns]
+    expected = softplus(case.margin[::2] - (rewards[::2] - rewards[1::2])).mean()
     batch = SimpleNamespace(token_weights=weights, pair_margin=case.margin)
     found = rm.reward_loss(batch, TokenScores(values=values))
-    check_loss(values, found, expected, expected_metrics)
+    check_loss(values, found, expected, metrics_of_pairs(rewards))
 
 
 def test_a_rank_without_rows_gets_zeros():
@@ -789,17 +734,13 @@ def test_a_built_in_function_depends_on_what_it_declares_alone(declared):
         assert depends == (name in (*declared.needs, *declared.settings)), name
 
 
-def keys_of_terms():
-    """("kl.type", "loss") and every number of the actor, with a value that has an effect."""
-    numbers = [name for name, types in key_types(PPOConfig) if float in types]
-    return [("kl.type", "loss"), *((n, 1.5) for n in numbers if n.startswith("actor."))]
-
-
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_rows_that_may_be_dropped_have_no_gradient(loss):
     """No loss and no term of `actor_loss` has one, unless can_drop_rows is False for it."""
+    numbers = [name for name, types in key_types(PPOConfig) if float in types]
+    keys = [(name, 1.5) for name in numbers if name.startswith("actor.")]
     num_dropped = []
-    for name, value in keys_of_terms():
+    for name, value in [("kl.type", "loss"), *keys]:
         config = PPOConfig()
         config.actor.loss, config.kl.coef = loss, 0.1
         section, _, field = name.partition(".")
