@@ -7,6 +7,7 @@ every layout of this world size and saves the results to the file OUT.
 import os
 import sys
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -207,21 +208,15 @@ def assert_equal_steps(result, expected, layout, tolerance=5e-5, norm_tolerance=
         )
 
 
-class Sgd:
-    """Plain gradient descent."""
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-
-    @torch.no_grad()
-    def step(self, lr):
-        for parameter in self.parameters:
-            local_shard(parameter).sub_(local_shard(parameter.grad), alpha=lr)
-
-
 def use_sgd(worker):
     """Gives the worker plain gradient descent: AdamW hides wrong scales."""
-    worker.optimizer = Sgd(list(worker.trained_parameters.values()))
+
+    @torch.no_grad()
+    def step(lr):
+        for parameter in worker.trained_parameters.values():
+            local_shard(parameter).sub_(local_shard(parameter.grad), alpha=lr)
+
+    worker.optimizer = SimpleNamespace(step=step)
 
 
 def gradients_by_sgd(worker, batch, loss):

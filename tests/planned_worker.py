@@ -13,12 +13,10 @@ process. Kernels do not run, so nothing is said about values.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 import torch
@@ -74,14 +72,14 @@ class Watch(TorchDispatchMode):
         self.contexts = contextlib.ExitStack()
         tolist = FakeTensor.tolist
 
-        def tolist_and_wait(tensor: Any) -> Any:
+        def tolist_and_wait(tensor):
             if tensor.device != PLANNED_DEVICE:
                 return tolist(tensor)
             self._wait("tolist")
             return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
         @contextlib.contextmanager
-        def on_stream(stream: Any) -> Iterator[None]:
+        def on_stream(stream):
             self.is_beside = True
             yield
             self.is_beside = False
@@ -92,13 +90,11 @@ class Watch(TorchDispatchMode):
         self.contexts.enter_context(mock.patch.object(torch.cpu, "synchronize", synchronize))
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception):
         super().__exit__(*exception)
         self.contexts.close()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # its operators on local tensors come here
         kwargs = kwargs or {}
@@ -118,7 +114,7 @@ class Watch(TorchDispatchMode):
             assert devices == {PLANNED_DEVICE}, f"{func._opname} got tensors on {devices}"
         return result
 
-    def _see_copy(self, func: Any, inputs: Any, outputs: Any, args: Any, kwargs: Any) -> None:
+    def _see_copy(self, func, inputs, outputs, args, kwargs):
         target, source = outputs[0], inputs[0]
         is_async = kwargs.get("non_blocking", False)
         if func is not aten._to_copy.default:
@@ -166,9 +162,7 @@ class FakeGpu:
         """Bytes that are alive on the GPU."""
         return self.memory.bytes
 
-    def worker(
-        self, name: str = "small", critic: bool = False, num_updates: int = 10, **keys: Any
-    ) -> Worker:
+    def worker(self, name="small", critic=False, num_updates=10, **keys) -> Worker:
         folder = self.folder / name
         make_config(name).save_pretrained(folder)
         config = WorkerConfig(model_name=str(folder), **keys)
@@ -199,28 +193,28 @@ class FakeGpu:
 
 
 @contextlib.contextmanager
-def fake_gpu(world: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
+def fake_gpu(world=1, rank=0):
     """A context in which this process is `rank` of `world` processes, each with a GPU."""
     init_process_group = partial(dist.init_process_group, rank=rank)
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def init(*arguments: Any, **options: Any) -> None:
+    def init(*arguments, **options):
         init_process_group(*arguments, **{**options, "rank": rank})
 
-    def propagate_unseen(*arguments: Any) -> Any:  # it makes tensors of the whole shape
+    def propagate_unseen(*arguments):  # it makes tensors of the whole shape
         with torch.utils._python_dispatch._disable_current_modes():
             return propagate(*arguments)
 
     make_tensor = torch.tensor
     _device_constructors()  # torch keeps these functions at the first call: the true ones
 
-    def make_and_copy(*arguments: Any, device: Any = None, **options: Any) -> Tensor:
+    def make_and_copy(*arguments, device=None, **options):
         """torch makes a tensor of values in host memory, and does not show the copy."""
         if device is None:
             return make_tensor(*arguments, **options)
         return make_tensor(*arguments, device=HOST, **options).to(device)
 
-    patches: list[tuple[Any, str, Any]] = [
+    patches = [
         (torch, "tensor", make_and_copy),
         (dist, "init_process_group", init),
         (dist, "broadcast_object_list", lambda values, *_, **__: None),

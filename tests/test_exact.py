@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import SPECIAL, launch_runs, letter_run, make_model, read_metrics
+from configs import BASE
 from engine_contract import play
 from parity import policy_loss, worker_config
 from scripted import process_group  # noqa: F401
@@ -19,7 +20,7 @@ from rl2.attention.pages import attend_pages, exact_factors, queries_are_indepen
 from rl2.batch import Sample, collate
 from rl2.config.arguments import read_arguments
 from rl2.config.conditions import Exactness, choose_exactness, exact_obstacles
-from rl2.config.parse import compose, parse
+from rl2.config.parse import compose
 from rl2.config.schema import PPOConfig
 from rl2.engine import local
 from rl2.engine.base import EngineSettings, SamplingParams
@@ -333,7 +334,7 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
     assert len(warnings) == 1 and re.match(f"warning: {where}.*rollout.exact=false", warnings[0])
 
 
-def test_whole_runs_are_exact(models, tmp_path):
+def test_whole_runs_are_exact(tmp_path):
     """Two processes with FSDP, several turns and updates."""
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     name = make_model(tmp_path / "tiny", **{**SHAPE, "vocab_size": 98, "initializer_range": 0.1})
@@ -356,11 +357,11 @@ def test_whole_runs_are_exact(models, tmp_path):
         "def reward_fn(messages):\n    return sum(map(ord, messages[-1]['content'])) % 7\n"
         "def interact(messages):\n    return [{'role': 'user', 'content': 'and now?'}]\n"
     )
+    adapters = ["actor.lora_rank=8", "actor.lr=1e-2", "kl.coef=0.01", "kl.type=loss"]
     variants = {
         "by_default": ["actor.update_per_rollout=2", "kl.coef=0.01", "kl.type=reward"],
-        "adapters": ["actor.lora_rank=8", "rollout.exact=true", "rollout.check_weights=true"],
+        "adapters": [*adapters, "rollout.exact=true", "rollout.check_weights=true"],
     }
-    variants["adapters"] += ["actor.lr=1e-2", "kl.coef=0.01", "kl.type=loss"]
     runs = [[*common, f"trainer.save_dir={tmp_path / key}", *v] for key, v in variants.items()]
     launch_runs(2, runs)
     for key in variants:
@@ -371,24 +372,18 @@ def test_whole_runs_are_exact(models, tmp_path):
                 assert line[f"actor/mismatch_{metric}"] == 0, (key, metric)
 
 
-@pytest.fixture
-def words(models, tmp_path, monkeypatch):
-    """The keys of a run of two processes that may be exact."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (tmp_path / "rows.jsonl").write_text('{"messages": "hi", "answer": "1"}\n' * 32)
-    keys = [f"actor.model_name={models('llama')}", "data.path=rows.jsonl"]
-    return [*keys, "rollout.env_path=gsm8k", "trainer.disable_wandb=true"]
+def compose_config(*arguments):
+    return compose(PPOConfig, read_arguments(PPOConfig, [*BASE["ppo"], *arguments]))[0]
 
 
-def test_it_is_demanded_left_out_or_tried(words):
+def test_it_is_demanded_left_out_or_tried():
     for given, expected in (
         (["rollout.exact=true"], Exactness.DEMANDED),
         (["rollout.exact=false"], Exactness.OFF),
         ([], Exactness.TRIED),
         (["trainer.rollouts_from=."], Exactness.ASSUMED),
     ):
-        assert choose_exactness(parse(PPOConfig, [*words, *given])) is expected
+        assert choose_exactness(compose_config(*given)) is expected
 
 
 @pytest.mark.parametrize(
@@ -405,9 +400,9 @@ def test_it_is_demanded_left_out_or_tried(words):
         (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
     ],
 )
-def test_where_it_cannot_hold_it_is_not_tried(words, arguments, reason):
+def test_where_it_cannot_hold_it_is_not_tried(arguments, reason):
     """messages.txt has the refusal where it is demanded."""
-    config, _ = compose(PPOConfig, read_arguments(PPOConfig, [*words, *arguments]))
+    config = compose_config(*arguments)
     [obstacle] = exact_obstacles(config)
     assert obstacle.startswith(reason)
     assert choose_exactness(config) is Exactness.OFF

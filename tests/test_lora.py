@@ -28,7 +28,6 @@ from rl2.engine.local import LocalEngine
 
 @pytest.fixture
 def make(tmp_path, device):
-    """A function that creates workers in a process group with one process."""
     name = make_model(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(name)
     with torch.no_grad():

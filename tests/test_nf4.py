@@ -74,7 +74,6 @@ def test_a_shard_of_rows_has_the_blocks_of_the_whole():
 
 @pytest.fixture
 def make(tmp_path, device):
-    """A function that creates workers in a process group with one process."""
     name = make_model(tmp_path / "model", "qwen3", **SIZES)
     make_critic(name)
 

@@ -187,20 +187,6 @@ def test_muon_moves_no_weight_by_more_than_its_decay_without_a_gradient(name, de
     assert any(not weights[key].equal(before[key]) for key in weights)
 
 
-def test_an_update_that_trains_no_token_leaves_the_weights(name, device):
-    """AdamW would decay them, and move them by its momentum."""
-    worker = Worker(worker_config(name, lr=1e-2, weight_decay=0.1), device, False, 8)
-    worker.update(make_batch(), policy_loss, with_entropy=True)
-    before = full_weights(worker)
-    batch = make_batch()
-    batch.mask = torch.zeros_like(batch.mask)
-    batch.token_weights = torch.zeros_like(batch.token_weights)
-    result = worker.update(batch, policy_loss, with_entropy=True)
-    after = full_weights(worker)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert worker.version == 2 and not result.skipped, "the schedule counts this update"
-
-
 def test_so_many_layers_are_recomputed_and_the_gradient_stays(name, device):
     """The first ones. True means all of them, False none. Their attention is not computed again."""
     expected = None
@@ -223,10 +209,14 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(name, device):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def test_an_update_that_is_skipped_moves_nothing(name, device):
-    """Because its gradient is not finite, or its loss says so."""
+def test_an_update_that_is_skipped_or_trains_no_token_moves_nothing(name, device):
+    """It is skipped because its gradient is not finite, or its loss says so.
+
+    AdamW would decay the weights, and move them by its momentum.
+    """
     batch = make_batch()
-    worker = Worker(worker_config(name, min_lr_ratio=0.5, scheduler="linear"), device, False, 4)
+    config = worker_config(name, min_lr_ratio=0.5, scheduler="linear", weight_decay=0.1)
+    worker = Worker(config, device, False, 4)
     before = full_weights(worker)
 
     def loss_with_ratio(rows, scores, factor):
@@ -251,6 +241,13 @@ def test_an_update_that_is_skipped_moves_nothing(name, device):
     # After 2 of 4 updates the linear schedule is halfway between 1 and its floor of 0.5: the
     # skipped ones do not count.
     assert update(None).lr == pytest.approx(0.75 * LEARNING_RATE)
+    before = full_weights(worker)
+    batch.mask = torch.zeros_like(batch.mask)
+    batch.token_weights = torch.zeros_like(batch.token_weights)
+    assert not update(None).skipped
+    after = full_weights(worker)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert worker.version == 4, "the schedule counts this update"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -282,18 +279,11 @@ def test_a_step_in_parts_is_the_same_step(name, monkeypatch, device):
     batch = make_batch()
     limit = 1024  # elements of a piece; two pieces of two moments in fp32 are on the device
     monkeypatch.setattr(offload, "VISITING_BYTES", limit * 2 * 2 * 4)
-    pieces = []
-    change = AdamW._change
-
-    def count_and_change(self, lr, shards, *others):
-        pieces.append([shard.numel() for shard in shards])
-        change(self, lr, shards, *others)
-
-    monkeypatch.setattr(AdamW, "_change", count_and_change)
-    updates = {}
-    weights = {}
+    updates, weights = {}, {}
+    change = mock.Mock(wraps=AdamW._change)
+    monkeypatch.setattr(AdamW, "_change", lambda *arguments: change(*arguments))
     for offload_optimizer in (False, True):
-        pieces.clear()
+        change.reset_mock()
         config = worker_config(name, offload_optimizer=offload_optimizer, lr=0.01, weight_decay=0.1)
         worker = Worker(config, device, False, 4)
         results = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
@@ -303,7 +293,8 @@ def test_a_step_in_parts_is_the_same_step(name, monkeypatch, device):
         updates[offload_optimizer] = results
         weights[offload_optimizer] = full_weights(worker)
     largest = max(parameter.numel() for parameter in worker.model.parameters())
-    assert largest > limit == max(map(max, pieces)), "the largest weights are cut"
+    pieces = [shard.numel() for call in change.call_args_list for shard in call.args[2]]
+    assert largest > limit == max(pieces), "the largest weights are cut"
     assert updates[False] == updates[True]
     assert all(torch.equal(weights[False][key], weights[True][key]) for key in weights[False])
 
