@@ -7,8 +7,7 @@ runs the kernels of GPUs themselves.
 import pytest
 import torch
 from common import launch
-from plain_attention import as_pack
-from ring import Pack, check
+from ring import Pack, as_pack, check
 
 from rl2.attention import kernels as attention
 from rl2.attention.kernels import Block, backward_block, forward_block
@@ -17,9 +16,8 @@ from rl2.packing import zigzag
 
 
 def packed_attention(cu, prefixes):
-    return PackedAttention(
-        zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, torch.device("cpu")
-    )
+    chunks = zigzag(as_pack(cu, prefixes), 1, 0).chunks
+    return PackedAttention(chunks, prefixes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -5,8 +5,7 @@ from itertools import product
 
 import torch
 from figures import record
-from plain_attention import as_pack, layout, reference, restrict
-from ring import check_isolation
+from ring import as_pack, check_isolation, layout, reference, restrict
 from tools import DEVICE, DRY, error
 
 from rl2.attention.ring import PackedAttention

@@ -1,4 +1,7 @@
-"""actor.routing_replay: the trainer computes with the experts that the engine chose."""
+"""Mixtures of experts: replayed routing, the load-balancing loss, routers that are frozen.
+
+With actor.routing_replay the trainer computes with the experts that the engine chose.
+"""
 
 import asyncio
 import sys
@@ -14,19 +17,24 @@ from common import (
     GATED_DELTA,
     GLM4_MOE,
     LETTER_ENV,
+    LOCAL_EXPERTS,
     MIXTURES,
     launch,
     launch_runs,
     letter_run,
     make_model,
+    make_tokenizer,
     read_metrics,
 )
 from engine_contract import check_routing, chosen_by_transformers
 from parity import (
+    MAX_GRAD_NORM,
     SMALL_BUDGET,
     assert_equal_gradients,
+    full_weights,
     gradients_by_sgd,
     make_batch,
+    policy_loss,
     save_layouts,
     worker_config,
 )
@@ -39,12 +47,11 @@ from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
-from rl2.model.classes import empty_language_model
-from rl2.model.moe import find_logit_routers, find_router_layers
+from rl2.model.classes import empty_language_model, find_routers
+from rl2.model.moe import FrozenRouters, find_logit_routers, find_router_layers
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
-BALANCE = 1.0
 FAMILIES = {
     **MIXTURES,
     "glm4_moe": {  # groups of experts first, and a layer without experts
@@ -93,7 +100,7 @@ def make_routed_batch():
 
 
 def make_worker(name, **changes):
-    config = worker_config(name, max_grad_norm=float("inf"), routing_replay=True, **changes)
+    config = worker_config(name, **{"max_grad_norm": float("inf"), **changes})
     return Worker(config, torch.device("cpu"), num_updates=4)
 
 
@@ -103,7 +110,7 @@ def loss_of(batch, logps):
 
 def update(name, **changes):
     """(log-probabilities before an SGD update, the gradient by name, what the update reports)."""
-    worker = make_worker(name, **changes)
+    worker = make_worker(name, routing_replay=True, **changes)
     batch = make_routed_batch()
     logps = worker.score(batch).logps
     gradients, result = gradients_by_sgd(
@@ -153,13 +160,13 @@ def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, f
     logps, gradients, _ = update(name, **MANY_MICRO_BATCHES)
     torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
     assert_equal_gradients(gradients, wanted, atol=2e-5)
-    own = make_worker(name).score(make_batch()).logps
+    own = make_worker(name, routing_replay=True).score(make_batch()).logps
     assert (own - wanted_logps).abs().max() > 1e-2
 
 
 def balanced_update(name, **changes):
     """As `update`, with the load-balancing loss, whose gradient is as large as the other."""
-    return update(name, router_aux_loss_coef=BALANCE, **changes)
+    return update(name, router_aux_loss_coef=1.0, **changes)
 
 
 if __name__ == "__main__":  # a process of the test below
@@ -179,11 +186,12 @@ def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
 
 def test_the_reference_chooses_for_itself(tmp_path, device):
     name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
-    worker = make_worker(name, lora_rank=2)
+    settings = {"routing_replay": True, "lora_rank": 2}
+    worker = make_worker(name, **settings)
     batch = make_routed_batch()
     replayed = worker.score(batch).logps
     own = worker.reference().score(batch).logps
-    assert torch.equal(own, make_worker(name, lora_rank=2).score(make_batch()).logps)
+    assert torch.equal(own, make_worker(name, **settings).score(make_batch()).logps)
     assert (own - replayed).abs().max() > 1e-2
     assert torch.equal(worker.score(batch).logps, replayed)
 
@@ -268,3 +276,97 @@ def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
 
     assert ask(experts_from=1).experts.tolist() == [[[11, 12], [21, 22]], [[12, 13], [22, 23]]]
     assert ask().experts is None
+
+
+def balance_of_transformers(name):
+    """The gradient of the loss of transformers over the tokens that are trained, and its value.
+
+    The value is divided by the choices of a token.
+    """
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    batch = make_batch()
+    logits, mask = [], []
+    for row, (_, end) in enumerate(scored_spans(batch)):
+        output = hf(batch.inputs[row : row + 1, :end], output_router_logits=True)
+        logits.append(output.router_logits)
+        mask.append(batch.mask[row, :end])
+    function = sys.modules[type(hf).__module__].load_balancing_loss_func
+    layers = tuple(map(torch.cat, zip(*logits, strict=True)))
+    value = function(layers, layers[0].shape[-1], hf.num_experts_per_tok, torch.cat(mask))
+    (0.1 * value).backward()
+    gradients = {key: p.grad for key, p in hf.named_parameters() if p.grad is not None}
+    return gradients, value.item() / hf.num_experts_per_tok
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradient_and_value_of_the_balance_are_those_of_transformers(tmp_path, device, family):
+    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
+    expected, value = balance_of_transformers(name)
+    routers = [g for key, g in expected.items() if "gate" in key or "rout" in key]
+    assert max(gradient.abs().max() for gradient in routers) > 1e-4
+    worker = make_worker(name, router_aux_loss_coef=0.1, **MANY_MICRO_BATCHES)
+    gradients, result = gradients_by_sgd(
+        worker, make_batch(), lambda batch, scores: ((scores.logps * 0).sum(), {})
+    )
+    assert_equal_gradients(gradients, expected, atol=1e-6)
+    assert result.loss == 0
+    assert result.reported["load_balance"] == pytest.approx(value, rel=1e-4)
+
+
+def test_the_config_of_a_model_may_ask_for_the_balance(tmp_path, device, capsys):
+    asking = {**MIXTURES["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.25}
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **asking)
+    [balance] = make_worker(name).model.attachments
+    assert balance.coefficient == 0.25
+    assert "0.25" in capsys.readouterr().out
+    assert not make_worker(name, router_aux_loss_coef=0.0).model.attachments
+    frozen = make_worker(name, freeze_router=True)
+    assert [type(part) for part in frozen.model.attachments] == [FrozenRouters]
+
+
+def usual_update(name, **changes):
+    """(the worker after an update, its weights before and after)."""
+    worker = make_worker(name, lr=1e-2, max_grad_norm=MAX_GRAD_NORM, **changes)
+    before = full_weights(worker)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    return worker, before, full_weights(worker)
+
+
+@pytest.mark.parametrize("family, sizes", [("gpt_oss", LOCAL_EXPERTS), ("glm4_moe", GLM4_MOE)])
+def test_routers_keep_their_weights_and_all_else_moves(tmp_path, device, family, sizes):
+    name = make_model(tmp_path / "model", family, tied=False, **sizes)
+    _, before, free = usual_update(name)
+    moved = {key for key in before if not torch.equal(before[key], free[key])}
+    worker, _, frozen = usual_update(name, freeze_router=True)
+    moved_without_routers = {key for key in before if not torch.equal(before[key], frozen[key])}
+    routers = moved - moved_without_routers
+    assert len(routers) == (4 if family == "gpt_oss" else 2)  # of two layers; gpt-oss has biases
+    assert all(".router." in key or ".gate." in key for key in routers)
+    assert moved_without_routers == moved - routers
+    # An update of the others is what it was: the router passes its gradient on.
+    for key in moved_without_routers:
+        torch.testing.assert_close(frozen[key], free[key], rtol=0, atol=1e-4)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    for key in routers:
+        assert torch.equal(exported[key], before[key])
+
+
+def test_routers_get_no_adapters(tmp_path, device):
+    """Those of Hunyuan are plain linear layers, which would get some."""
+    sizes = {"num_experts": 4, "moe_topk": 2, "eod_token_id": 2}
+    name = make_model(tmp_path / "model", "hunyuan_v1_moe", **sizes)
+    for freezes, num_adapted in ((False, 2), (True, 0)):
+        routers = find_routers(make_worker(name, lora_rank=2, freeze_router=freezes).model.hf)
+        assert sum(hasattr(module, "lora_A") for module in routers) == num_adapted
+
+
+def test_a_model_without_experts_is_told(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    for key, value, problem in (
+        ("freeze_router", True, "freeze_router=true: .* has no router"),
+        ("router_aux_loss_coef", 0.1, "router_aux_loss_coef=0.1: .* has no load-balancing loss"),
+        ("routing_replay", True, "routing_replay=true: .* has no router"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make_worker(name, **{key: value})
