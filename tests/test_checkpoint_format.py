@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import GLM4_MOE, MIXTURES, RECURRENT, SPECIAL, make_model
 from safetensors.torch import load_file
-from test_towers import save_family
+from test_special_models import save_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.engine.checkpoint_format import CheckpointFormat

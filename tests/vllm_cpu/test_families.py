@@ -20,7 +20,7 @@ from common import (  # noqa: E402
 )
 from engine_contract import play  # noqa: E402
 from parity import make_batch, policy_loss, worker_config  # noqa: E402
-from test_towers import save_family  # noqa: E402
+from test_special_models import save_family  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl2.batch import Sample, collate  # noqa: E402
