@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, launch, run
+from common import launch, run
+from torch.distributed.distributed_c10d import _world
 
 from rl2.parallel import device, mesh, processor
 from rl2.parallel.mesh import init_distributed
@@ -61,7 +62,8 @@ assert all(torch.equal(rows[:n] @ weight.T, expected[:n]) for n in (16, 57, 64, 
 
 
 def test_all_groups_have_the_same_timeout():
-    launch(2, ROOT / "tests/group_timeouts.py")
+    """One that differs would end a run where a rank waits long for another one's environment."""
+    launch(2, __file__)
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1", None, "10.0.0.7", "fe80::1%eth0"])
@@ -164,3 +166,15 @@ def test_a_gpu_that_torch_cannot_use_ends_the_run(
     else:
         assert init_distributed() == torch.device("cpu")
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # a process of the test of time-outs
+    cpu = init_distributed()
+    mesh.make_mesh(cpu, fsdp_size=1, sp_size=2)
+    mesh.make_mesh(cpu, tp_size=2)
+    names = [group.group_desc for group in _world.pg_map]
+    assert {"default_pg", "mesh_dp", "mesh_tp"} <= set(names), names
+    for group in _world.pg_map:
+        timeout = group._get_backend(cpu).options._timeout
+        assert timeout == mesh.COLLECTIVE_TIMEOUT, (group.group_desc, timeout)
+    dist.destroy_process_group()
