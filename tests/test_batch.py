@@ -165,12 +165,15 @@ def fill_by_definition(units, num_ranks, budget, kind):
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share, repeats", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition_places_it(
-    num_ranks, share, together, monkeypatch
+    num_ranks, share, repeats, together, monkeypatch
 ):
-    """Groups that stay together follow each other, also those whose prompts differ."""
+    """Groups that stay together follow each other, also those whose prompts differ.
+
+    Recurrent layers see whole rows, whose prompts are repeated: they stay within the budget.
+    """
     for seed in range(15):
         rng = random.Random(seed)
         sizes = {"num_groups": rng.choice([3, 12]), "longest": rng.choice([20, 60])}
@@ -178,9 +181,10 @@ def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition
         if together:
             batch = collate(make_samples(seed, **sizes))
             batch.tokens[::7, 0] = 99
-        largest = max(end for _, end in scored_spans(batch)) * (3 if together else 1)
+        ends = [end for _, end in scored_spans(batch)]
+        largest = max(ends) * (3 if together else 1)
         budget = int(largest * rng.choice([1, 1.5, 3]))
-        arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]), together)
+        arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]), together, repeats)
         plans = plan_micro_batches(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(packing, "_fill_bins", fill_by_definition)
@@ -190,6 +194,7 @@ def test_plan_has_each_row_once_in_the_fewest_micro_batches_where_the_definition
         assert sorted(chain(*parts)) == batch.mask.any(1).nonzero().squeeze(1).tolist()
         for part in parts:
             assert pack(batch.select(part), share).tokens.shape[1] <= budget
+            assert not repeats or sum(ends[row] for row in part) <= budget
             groups = [part[i : i + 3] for i in range(0, len(part), 3)]
             assert not together or all(rows == [*range(rows[0], rows[0] + 3)] for rows in groups)
 

@@ -56,7 +56,6 @@ from rl2.model.classes import idle_parts
 from rl2.model.folder import check_model
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.token_model import TokenModel
-from rl2.packing import plan_micro_batches
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
@@ -304,19 +303,6 @@ def test_dropout_of_the_text_model_is_named(tmp_path, device, capsys):
     name = save_family("gemma3", tmp_path / "model", attention_dropout=0.1)
     Worker(worker_config(name), device, False, 4)
     assert "dropout is off in training (attention_dropout=0.1)" in capsys.readouterr().out
-
-
-def test_a_prompt_counts_once_for_each_answer():
-    """So the rows that recurrent layers see stay within the budget."""
-    samples = make_samples(seed=1, num_groups=2, group_size=8)
-    batch = collate(samples)
-    lengths = [len(sample.tokens) - 1 for sample in samples]
-    shared = plan_micro_batches(batch, 100, 1)
-    repeated = plan_micro_batches(batch, 100, 1, repeats_prompts=True)
-    assert len(repeated) > len(shared)
-    for [rows] in repeated:
-        assert sum(lengths[row] for row in rows) <= 100
-    assert sorted(row for [rows] in repeated for row in rows) == list(range(16))
 
 
 @each(*RECURRENT)
