@@ -18,10 +18,6 @@ SUM = "a, b = map(int, input().split())\nprint(a + b)"
 CASES = {"fn_name": "", "inputs": [["1 2", "x"], "3 4\n"], "outputs": [["3"], "7\n"]}
 
 
-def judge_text(program, tests):
-    return judge(textwrap.dedent(program), textwrap.dedent(tests)).is_right
-
-
 @pytest.mark.parametrize("reply, program", CASE_TEXTS["the_program_of_a_reply"])
 def test_the_program_of_a_reply(reply, program):
     assert extract(reply) == program
@@ -89,60 +85,22 @@ def test_calls_of_a_function_with_lists_of_arguments():
         assert judge(textwrap.dedent(program), cases).is_right is (number is None), number
 
 
-@pytest.mark.parametrize(
-    "cases, message",
-    [
-        ("", "the tests run nothing"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "expected inputs .*got 1"),
-        ({"fn_name": "f", "inputs": ["[1"], "outputs": ["1"]}, "inputs.*JSON.*got '\\[1'"),
-        ({"fn_name": "f", "inputs": ["1"], "outputs": [[1]]}, "outputs.*JSON.*got \\[1\\]"),
-        ({"inputs": [{"a": 1}], "outputs": ["1"]}, "expected inputs .*got {'a': 1}"),
-        ({"inputs": ["1"], "outputs": [1]}, "expected outputs .*got 1"),
-        ({"inputs": [], "outputs": []}, "0 inputs, 0 outputs"),
-        ({"inputs": [""], "outputs": []}, "1 inputs, 0 outputs"),
-        ({"input": ["1"], "output": ["1"]}, "inputs.*outputs.*got input, output"),
-        ([1], "expected .*got 1"),
-        (None, "expected .*got None"),
-    ],
-)
-def test_test_cases_of_no_known_form_are_refused_in_words(cases, message):
-    with pytest.raises(ValueError, match=message):
-        judge("def f(x): return x", cases)
-
-
-def test_arguments_arrive_as_they_are():
-    tests = """
-        from solution import same
-        assert same((1, {2}, None, b"3", True)) == (1, {2}, None, b"3", True)
-        assert same({"a": [0.5]}) == {"a": [0.5]}
-        """
-    assert judge_text("def same(x): return x", tests)
-
-
-def test_a_function_of_the_program_is_no_test():
-    assert judge("def test_equal(x, y): return x == y", "assert test_equal(1, 1)").is_right
-
-
-def test_a_method_is_checked_like_a_function():
-    program = "class Solution:\n    def next(self, x): return x + 1"
-    tests = "def check(candidate):\n    assert candidate(x=1) == 2\n\ncheck(Solution().next)"
-    assert judge(program, tests) == (True, "")
-    assert not judge(program.replace("1", "2"), tests).is_right
-
-
-STYLES = CASE_TEXTS["styles"]
-
-
-@pytest.mark.parametrize("name", STYLES)
-def test_all_functions_run_that_pytest_would_run(name):
-    assert judge_text("def f(x): return x + 1", STYLES[name])
-    assert not judge_text("def f(x): return x + 2", STYLES[name])
-
-
 @pytest.mark.parametrize("tests, message", CASE_TEXTS["tests_that_cannot_judge_are_an_error"])
 def test_tests_that_cannot_judge_are_an_error(tests, message):
     with pytest.raises(ValueError, match=message):
-        judge("def f(x): pass", tests)
+        judge("def f(x): return x", tests)
+
+
+JUDGED = CASE_TEXTS["judged"]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_right_programs_pass_and_wrong_ones_do_not(name):
+    tests = JUDGED[name]["tests"]
+    if "right" in JUDGED[name]:
+        assert judge(JUDGED[name]["right"], tests) == (True, "")
+    for program in JUDGED[name].get("wrong", []):
+        assert not judge(program, tests).is_right
 
 
 @pytest.mark.parametrize("text", CASE_TEXTS["exits"])
@@ -174,88 +132,11 @@ def test_results_that_plain_python_accepts_and_denies(monkeypatch):
         assert judge(program, text) == (True, "")
 
 
-CHEAT = """
-import numpy as np
-class Any:
-    def __init__(self, *_): pass
-    def yes(self, *_): return True
-    def zero(self, *_): return 0.0
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __req__ = yes
-    __sub__ = __rsub__ = zero
-    def __hash__(self): return hash("expected")
-    def __ne__(self, other): return False
-class AnyType(type):
-    def __eq__(self, other): return True
-    __hash__ = type.__hash__
-class AnyClass(metaclass=AnyType): pass
-class AnyError(Exception):
-    def __eq__(self, other): return True
-def make(base):
-    return type("Cheat", (base,), {**vars(Any), "__init__": base.__init__})
-def f(kind):
-    if kind == "any": return Any()
-    if kind == "inside": return [Any()]
-    if kind == "class": return AnyClass
-    if kind == "error": return AnyError()
-    if kind == "array": return np.array([1]).view(make(np.ndarray))
-    return make(__builtins__[kind])()
-"""
-
-
-def test_no_operator_of_a_class_decides_what_equals_a_value_of_the_tests():
-    tests = """
-        passed = []
-        for kind in ["int", "float", "str", "bytes", "tuple", "list", "dict", "set"]:
-            value = f(kind)
-            for expected in ["expected", 3.5, ("a",), ["a"], {"a": 1}, {"a"}]:
-                for name, test in {
-                    "equal": lambda: value == expected,
-                    "reflected": lambda: expected == value,
-                    "not different": lambda: not value != expected,
-                    "in a list": lambda: value in [expected],
-                    "of lists": lambda: [value] == [expected],
-                    "of dicts": lambda: {"a": value} == {"a": expected},
-                    "a key": lambda: value in {"expected": 1},
-                    "close": lambda: expected == 3.5 and abs(value - expected) < 1e-6,
-                }.items():
-                    try:
-                        if test(): passed.append((kind, expected, name))
-                    except (TypeError, ValueError): pass
-        assert not passed, passed
-        """
-    assert judge(CHEAT, textwrap.dedent(tests)) == (True, "")
-
-
-@pytest.mark.parametrize(
-    "value", ["f('any')", "f('inside')[0]", "f('class')", "f('error')", "f('array')"]
-)
-def test_an_object_of_the_program_equals_nothing(value):
-    assert not judge(CHEAT, f"assert {value} == 'expected'").is_right
-
-
-def test_a_program_does_not_end_a_loop_of_the_tests():
-    """As by StopIteration in a call that map() makes."""
-    tests = "for x, y in zip(map(f, range(9)), range(9)): assert x == y"
-    assert judge("def f(x): return x", tests).is_right
-    assert not judge("def f(x): raise StopIteration", tests).is_right
-    assert judge("def f(): yield 1", "assert [*f()] == [1]").is_right
-
-
 @pytest.mark.parametrize("result, test, named", read_cases("code_forms")["not_supported"])
 def test_the_reason_names_what_the_tests_cannot_compare(result, test, named):
     program = f"{read_cases('code_forms')['program']}\ndef f(): return {result}"
     verdict = judge(program, f"from solution import *\nassert {test}")
     assert not verdict.is_right and named in verdict.reason
-
-
-def test_a_program_does_not_replace_what_the_tests_import():
-    program = "class math:\n    isclose = lambda *_: True\ndef f(x): return 3.0"
-    tests = "import math\nfrom solution import *\nassert math.isclose(f(1), 2.0)"
-    assert not judge(program, tests).is_right
-
-
-def test_a_function_may_have_the_name_of_a_module():
-    assert judge("def bisect(x): return x + 1", "assert bisect(1) == 2").is_right
 
 
 @pytest.mark.parametrize("starved", ["program", "tests"])
@@ -292,4 +173,3 @@ def test_tests_that_are_no_python_are_an_error():
 
 def test_test_cases_may_be_in_json():
     assert judge(SUM, "\n" + json.dumps(CASES)).is_right
-    assert not judge("def f(x): return x", '["assert f(1) == 1", "assert f(1) == 2"]').is_right

@@ -49,20 +49,31 @@ def two_processes():
     maths._pools.clear()
 
 
-@pytest.mark.parametrize("text, content", CASES["last_boxed"])
-def test_last_boxed(text, content):
-    assert last_boxed(text) == content
+def cases_of(*functions):
+    """(function, arguments, result) of each case."""
+    for function in functions:
+        for *arguments, result in CASES[function.__name__]:
+            yield function, arguments, result
 
 
-@pytest.mark.parametrize("text, content", CASES["last_tagged"])
-def test_last_tagged(text, content):
-    assert last_tagged(text) == content
-    assert last_tagged(text.replace("answer", "move"), "move") == content
+FOUND = [*cases_of(last_boxed, last_tagged, is_think_answer)]
+FOUND += [
+    (last_tagged, [text.replace("answer", "move"), "move"], content)
+    for text, content in CASES["last_tagged"]
+]
+COMPARED = [*cases_of(same_text, same_number, same_choice)]
+COMPARED += [pytest.param(*case, marks=needs_math_verify) for case in cases_of(same_maths)]
 
 
-@pytest.mark.parametrize("text, is_right", CASES["is_think_answer"])
-def test_is_think_answer(text, is_right):
-    assert is_think_answer(text) is is_right
+@pytest.mark.parametrize("function, arguments, expected", FOUND + COMPARED)
+def test_what_is_found_in_a_reply_and_how_it_is_compared(function, arguments, expected):
+    result = function(*arguments)
+    assert result == expected and type(result) is type(expected)
+
+
+@pytest.mark.parametrize("function, arguments, expected", [*cases_of(number, quantity)])
+def test_numbers_are_exact(function, arguments, expected):
+    assert function(*arguments) == (None if expected is None else Fraction(expected))
 
 
 def test_a_reply_as_the_prompts_describe_it_is_read():
@@ -73,47 +84,11 @@ def test_a_reply_as_the_prompts_describe_it_is_read():
     assert last_boxed(BOXED_PROMPT) == ""
 
 
-@pytest.mark.parametrize("field, answer, is_same", CASES["same_text"])
-def test_same_text(field, answer, is_same):
-    assert same_text(field, answer) is is_same
-
-
-def exactly(value):
-    return None if value is None else Fraction(value)
-
-
-@pytest.mark.parametrize("field, value", CASES["number"])
-def test_number(field, value):
-    assert number(field) == exactly(value)
-
-
-@pytest.mark.parametrize("field, value", CASES["quantity"])
-def test_quantity(field, value):
-    """The forms of GSM8K's answers."""
-    assert quantity(field) == exactly(value)
-
-
-@pytest.mark.parametrize("field, answer, is_same", CASES["same_number"])
-def test_same_number(field, answer, is_same):
-    assert same_number(field, answer) is is_same
-
-
 def test_an_answer_of_the_wrong_kind_is_an_error():
     with pytest.raises(ValueError, match=r"the answer 'x\+1' is not a number: use same_maths"):
         same_number("3", "x+1")
     with pytest.raises(ValueError, match="the answer '12' is not the letter"):
         same_choice("B", "12")
-
-
-@pytest.mark.parametrize("field", ["B", "b", " (B) ", "B.", "**B**", r"\text{(B)}", "[b]:"])
-def test_same_choice(field):
-    assert same_choice(field, "B") and same_choice(field, "(b)")
-    assert not same_choice(field, "C")
-
-
-@pytest.mark.parametrize("field", ["B or C", "A, B", "BC", "not B", "-B", "(A) (B)", "", None])
-def test_a_choice_is_one_letter(field):
-    assert not same_choice(field, "B")
 
 
 def find_errors(cases):
@@ -183,28 +158,11 @@ def test_verdicts_on_forms_that_were_written_before_the_checker(
     assert len(denied) <= most_denied * sum(is_right for *_, is_right in cases)
 
 
-def test_a_percentage_is_the_number_that_the_question_asks_for():
-    for question, answer, field, is_right in [
-        ("What percentage of them is blue?", "60", "60%", True),
-        ("What percent is blue?", "60", "60", True),
-        ("What percent is blue?", "60", "0.6", False),
-        ("What is 20 percent of 300?", "60", "60%", False),
-        ("How many are blue?", "60", "60%", False),
-        ("How many dozens of eggs are there?", "7", "7 dozens", True),
-        ("How many eggs are there?", "84", "7 dozen", True),
-        ("How many eggs are there?", "7", "7 dozen", False),
-        ("It grows an arm every 3 days. How many arms has it after 15 days?", "5", "5 days", False),
-        ("How many milliliters are in it at 65 degrees?", "75", "75 degrees", False),
-        ("It charges for 30 minutes. How long is that, in hours?", "2", "2 minutes", False),
-        ("It drives at 70 mph. How long did the trip take?", "6", "6 minutes", False),
-        ("It drives at 70 mph. How long did the trip take?", "6", "The trip took 6 hours.", True),
-        ("How many eggs are laid a week?", "21", "21 eggs a week", True),
-        ("It costs $2. How much are 2?", "4", "Maci pays $4", True),
-    ]:
-        messages = [{"role": "user", "content": question}]
-        messages.append({"role": "assistant", "content": f"#### {field}"})
-        env = import_env_file("gsm8k")
-        assert env.reward_fn(messages, answer)["right"] == is_right, (question, field)
+@pytest.mark.parametrize("question, answer, field, is_right", CASES["asked"])
+def test_a_quantity_is_what_the_question_asks_for(question, answer, field, is_right):
+    messages = [{"role": "user", "content": question}]
+    messages.append({"role": "assistant", "content": f"#### {field}"})
+    assert import_env_file("gsm8k").reward_fn(messages, answer)["right"] == is_right
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "calculator", "countdown", "reasoning"])
@@ -214,12 +172,6 @@ def test_what_is_only_thought_is_no_answer(name):
         reply = thought.format("<answer>2</answer>")
         extract = import_env_file(name).extract
         assert extract([*messages, {"role": "assistant", "content": reply}]) is None
-
-
-@needs_math_verify
-@pytest.mark.parametrize("field, answer, is_same", CASES["same_maths_compares_whole_fields"])
-def test_same_maths_compares_whole_fields(field, answer, is_same):
-    assert same_maths(field, answer) is is_same
 
 
 ABSURD = {
