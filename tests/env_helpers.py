@@ -5,13 +5,14 @@ import json
 import textwrap
 import time
 
+import pytest
 from common import ROOT, make_tokenizer
 from scripted import PARAMS, ScriptedEngine, make_row, player_class, write_nothing
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example
 from rl2.env.call import Env
-from rl2.env.contract import EnvFailures
+from rl2.env.contract import EnvError, EnvFailures
 from rl2.env.load import load_env
 from rl2.env.spec import EnvSpec
 from rl2.rollout.collect import Collector
@@ -61,6 +62,13 @@ def load_text(folder, text, timeout=20.0, **options) -> Env:
 
 def call(env, key=None, **row):
     return asyncio.run(env.score(MESSAGES, row, key))
+
+
+def failure(env, key=None, **row) -> EnvError:
+    """The error of a call."""
+    with pytest.raises(EnvError) as error:
+        call(env, key, **row)
+    return error.value
 
 
 def call_together(env, calls):

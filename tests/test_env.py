@@ -2,23 +2,22 @@
 
 import asyncio
 import copy
+import json
 import logging
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import pack_rows
-from env_helpers import ENVS, env_of
+from common import pack_rows, run
+from env_helpers import ENVS, MESSAGES, call, env_of, failure
 from env_helpers import load_text as load
+from faulty_env import nest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl2.env import load as env_load
-from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 from rl2.env.load import load_env, play_reply
 from rl2.user_files import find_env_file
@@ -29,7 +28,6 @@ ROW = {
     "level": "easy",
     "tags": ["a"],
 }
-REPLY = [*ROW["messages"], {"role": "assistant", "content": "2"}]
 
 
 def preflight(env, row_sets, max_turns, is_partial=False):
@@ -38,27 +36,17 @@ def preflight(env, row_sets, max_turns, is_partial=False):
     return env_load.preflight(env, row_sets, max_turns, is_partial)
 
 
-def score(env, row=ROW):
-    return asyncio.run(env.score(REPLY, row))
-
-
-def failure(env_or_function, row=ROW):
-    env = env_or_function
-    if not isinstance(env, Env):
-        env = env_of(env, timeout=5.0)
-    with pytest.raises(EnvError) as error:
-        score(env, row)
-    return error.value
-
-
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_reward_fn_is_called_by_the_names_it_asks_for(tmp_path, prefix):
-    text = (
-        "def reward_fn(answer, messages, level, seed=7, *, tags):\n"
-        "    seen = answer, messages[-1]['content'], level, seed, tags\n"
-        "    return {'seen': float(seen == (2, '2', 'easy', 7, ['a']))}"
-    )
-    assert score(load(tmp_path, prefix + text)) == {"seen": 1.0}
+def test_reward_fn_gets_copies_by_the_names_it_asks_for(tmp_path, prefix):
+    text = """def reward_fn(answer, messages, level, seed=7, *, tags):
+        seen = answer, messages[-1]["content"], level, seed, tags.pop()
+        messages[0]["content"] = ""
+        messages.clear()
+        return {"seen": float(seen == (2, "2", "easy", 7, "a"))}"""
+    messages, row = copy.deepcopy(MESSAGES), copy.deepcopy(ROW)
+    env = load(tmp_path, prefix + text)
+    assert asyncio.run(env.score(messages, row)) == {"seen": 1.0}
+    assert (messages, row) == (MESSAGES, ROW)
 
 
 NUMBERS = st.booleans() | st.integers(-(2**64), 2**64) | st.floats(-3e38, 3e38)
@@ -76,7 +64,7 @@ WRONG |= st.sampled_from([float("nan"), np.float32("inf"), -(10**400), 1e39, np.
 @settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text(), SCALARS, min_size=1) | SCALARS)
 def test_rewards_are_finite_numbers(value):
-    parts = score(env_of(lambda messages: value))
+    parts = call(env_of(lambda messages: value))
     expected = value if isinstance(value, dict) else {"reward": value}
     assert parts == {name: float(number) for name, number in expected.items()}
     assert all(type(part) is float for part in parts.values())
@@ -90,8 +78,7 @@ def test_rewards_are_finite_numbers(value):
     | st.dictionaries(st.integers(), NUMBERS)
 )
 def test_other_rewards_are_an_env_error(value):
-    with pytest.raises(EnvError, match="reward_fn: expected"):
-        score(env_of(lambda messages: value))
+    assert str(failure(env_of(lambda messages: value))).startswith("reward_fn: expected")
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -117,19 +104,8 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
     assert text.startswith("reward_fn raised:\nTraceback") and text.strip().endswith(raised)
     assert f'"{tmp_path / "env.py"}", line 7, in reward_fn' in text and "line 5, in help" in text
     assert "rl2/env/" not in text
-    assert (str(pickle.loads(pickle.dumps(error))), pickle.loads(pickle.dumps(error)).kind) == (
-        text,
-        error.kind,
-    )
-
-
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_env_may_change_its_arguments(tmp_path, prefix):
-    body = "messages[0]['content'] = tags.pop()\n    messages.clear()\n    return 1"
-    env = load(tmp_path, f"{prefix}def reward_fn(messages, tags):\n    {body}")
-    reply, row = copy.deepcopy(REPLY), copy.deepcopy(ROW)
-    asyncio.run(env.score(reply, row))
-    assert (reply, row) == (REPLY, ROW)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.kind) == (text, error.kind)
 
 
 def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
@@ -145,26 +121,49 @@ def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
         "    try:\n        asyncio.run(call([], {}))\n"
         "    except EnvError:\n        print('failed')"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ENVS.parent)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\nfailed\n", "")
+    done = run("-c", code, tmp_path / "env.py", timeout=120)
+    assert (done.stdout, done.stderr) == ("failed\nfailed\n", "")
 
 
-def test_parts_of_text_are_one_text():
-    """As of rows: a template may write a list as Python does."""
-    parts = [{"type": "text", "text": "5 "}, {"type": "text", "text": "is"}]
-    env = env_of(lambda messages: 0, lambda messages: [{"role": "tool", "content": parts}])
-    assert asyncio.run(env.answer(REPLY, ROW)).messages == [{"role": "tool", "content": "5 is"}]
-    parts[1] = {"type": "image"}
-    with pytest.raises(EnvError, match="interact: content of type 'image' is not supported"):
-        asyncio.run(env.answer(REPLY, ROW))
+def tool(content="x", **more):
+    return [{"role": "tool", "content": content, **more}]
 
 
-@pytest.mark.parametrize("value", ["5", [5], [{"role": "tool"}], [{"content": "5"}], REPLY])
-def test_bad_messages_are_an_env_error(value):
+PARTS = [{"type": "text", "text": "5 "}, {"type": "text", "text": "is"}]
+
+
+@pytest.mark.parametrize(
+    "value, messages",
+    [
+        (tool(PARTS), tool("5 is")),  # as of rows: a template may write a list as Python does
+        (tool(value=np.float16(0.5)), tool(value=0.5)),
+        (tool(value=torch.tensor(0.5, requires_grad=True)), tool(value=0.5)),
+        (tool(value=nest(45)), tool(value=nest(45))),
+    ],
+)
+def test_messages_become_json(value, messages):
     env = env_of(lambda messages: 0, lambda messages: value)
-    with pytest.raises(EnvError, match="interact: "):
-        asyncio.run(env.answer(REPLY, ROW))
+    answer = asyncio.run(env.answer(MESSAGES, ROW)).messages
+    assert json.loads(json.dumps(answer)) == messages
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        ("5", "expected a list"),
+        ([5], "expected a list"),
+        ([{"role": "tool"}], "expected a list"),
+        ([{"content": "5"}], "expected a list"),
+        (MESSAGES, "expected a list"),
+        (tool([*PARTS, {"type": "image"}]), "content of type 'image' is not supported"),
+        (tool(value=nest(60)), "lists and objects are nested"),
+        (tool("x" * 2**21), "20971.. characters, a turn may have 1048576, in"),
+    ],
+)
+def test_bad_messages_are_an_env_error(value, error):
+    env = env_of(lambda messages: 0, lambda messages: value)
+    with pytest.raises(EnvError, match=f"interact: {error}"):
+        asyncio.run(env.answer(MESSAGES, ROW))
 
 
 @pytest.mark.parametrize(
@@ -221,12 +220,9 @@ def test_env_files_of_the_same_name_stay_apart_and_may_import_neighbours(tmp_pat
         folder = tmp_path / str(value)
         folder.mkdir()
         (folder / f"neighbour{value}.py").write_text(f"VALUE = {value}")
-        envs.append(
-            load(
-                folder, f"from neighbour{value} import VALUE\ndef reward_fn(messages): return VALUE"
-            )
-        )
-    assert [score(env)["reward"] for env in envs] == [1.0, 2.0]
+        text = f"from neighbour{value} import VALUE\ndef reward_fn(messages): return VALUE"
+        envs.append(load(folder, text))
+    assert [call(env)["reward"] for env in envs] == [1.0, 2.0]
 
 
 SPAWNING = """
@@ -246,7 +242,7 @@ def test_processes_that_the_env_spawns_find_its_functions(tmp_path, file):
     """Also where the file's name is that of a standard module, or no name of a module."""
     (tmp_path / "neighbour.py").write_text("VALUE = 2")
     (tmp_path / file).write_text(SPAWNING)
-    assert score(load_env(str(tmp_path / file), 60)) == {"reward": 4.0}
+    assert call(load_env(str(tmp_path / file), 60), **ROW) == {"reward": 4.0}
 
 
 def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp_path, caplog):
@@ -254,8 +250,8 @@ def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp
     failures = EnvFailures(max_fraction=0.5)
     with caplog.at_level(logging.WARNING):
         for answer in range(3):
-            failures.record(failure(env, {**ROW, "answer": answer}))
-        failures.record(failure(lambda messages: None))
+            failures.record(failure(env, answer=answer))
+        failures.record(failure(env_of(lambda messages: None)))
     assert failures.count == 4 and len(caplog.records) == 2 and "KeyError: 0" in caplog.text
     failures.check(0, 0)
     failures.check(4, 8)
@@ -369,13 +365,10 @@ def test_preflight_refuses_an_env_that_cannot_work(tmp_path, text, row, max_turn
 
 
 def test_a_run_without_base_url_is_the_files_own(tmp_path):
-    env = load(
-        tmp_path, "def run(text): return text\ndef reward_fn(messages): return len(run('ab'))"
-    )
-    assert env.spec.run is None and score(env) == {"reward": 2.0}
+    text = "def run(text): return text\ndef reward_fn(messages): return len(run('ab'))"
+    env = load(tmp_path, text)
+    assert env.spec.run is None and call(env) == {"reward": 2.0}
 
 
 def test_row_without_a_needed_column_costs_its_trajectory_only():
-    assert "reward_fn needs level" in str(
-        failure(env_of(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
-    )
+    assert "reward_fn needs level" in str(failure(env_of(lambda messages, level: 1.0), answer=1))

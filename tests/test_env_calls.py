@@ -1,19 +1,13 @@
-"""What a call of the environment may do: raise, hang, block, return anything. See faulty_env.py."""
+"""What a call of the environment may do to the others: hang, block, wait. See faulty_env.py."""
 
 import asyncio
-import json
 import sys
 import threading
 import time
 
-import numpy
 import pytest
-import torch
-from env_helpers import MESSAGES, call, call_together, env_of, wait_until
+from env_helpers import MESSAGES, call, call_together, env_of, failure, wait_until
 from env_helpers import load_text as load
-from faulty_env import nest
-
-from rl2.env.contract import EnvError
 
 BLOCKING_ENV = """
     import asyncio, threading, time
@@ -95,37 +89,10 @@ def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, 
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(
-            EnvError, match="can't start new thread .*lower rollout.env_concurrency"
-        ):
-            call(env)
+        reason = str(failure(env))
+    assert "can't start new thread" in reason and "lower rollout.env_concurrency" in reason
     assert call(env) == {"reward": 1.0}
     env.close()
-
-
-@pytest.mark.parametrize("value", [numpy.float16(0.5), torch.tensor(0.5, requires_grad=True)])
-def test_messages_with_scalars_of_numpy_and_pytorch_are_json(value):
-    answer = [{"role": "tool", "content": "x", "value": value}]
-    env = env_of(lambda messages: 0, lambda messages: answer)
-    [message] = asyncio.run(env.answer(MESSAGES, {})).messages
-    assert json.loads(json.dumps(message))["value"] == 0.5
-
-
-@pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False)])
-def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepted):
-    answer = [{"role": "tool", "content": "x", "value": nest(depth)}]
-    env = env_of(lambda messages: 0, lambda messages: answer)
-    if is_accepted:
-        assert asyncio.run(env.answer(MESSAGES, {})).messages == answer
-    else:
-        with pytest.raises(EnvError, match="interact: lists and objects are nested"):
-            asyncio.run(env.answer(MESSAGES, {}))
-
-
-def test_a_flood_of_text_is_refused():
-    env = env_of(lambda messages: 0, lambda messages: [{"role": "tool", "content": "x" * 2**21}])
-    with pytest.raises(EnvError, match="interact: 20971.. characters, a turn may have 1048576, in"):
-        asyncio.run(env.answer(MESSAGES, {}))
 
 
 def test_concurrency_limits_calls_and_the_queue_is_not_counted():

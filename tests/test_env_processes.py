@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from common import ROOT
-from env_helpers import MESSAGES, call, call_together, wait_until
+from env_helpers import MESSAGES, call, call_together, failure, load_text, wait_until
 
 from rl2.env.contract import EnvError
-from rl2.env.load import load_env
 
 
 @pytest.fixture
@@ -24,21 +23,15 @@ def load(tmp_path):
     """Makes an env whose functions run in processes, and ends them after the test."""
     envs = []
 
-    def load(text, timeout=20.0, concurrency=1, name="env.py"):
-        (tmp_path / name).write_text(textwrap.dedent(text))
-        envs.append(load_env(str(tmp_path / name), timeout, concurrency, "process"))
+    def load(text, timeout=20.0, concurrency=1):
+        options = {"concurrency": concurrency, "isolation": "process"}
+        envs.append(load_text(tmp_path, text, timeout, **options))
         return envs[-1]
 
     yield load
     for env in envs:
         if env._pool._loop.thread.is_alive():
             env.close()
-
-
-def failure(env, key=None, **row):
-    with pytest.raises(EnvError) as error:
-        call(env, key, **row)
-    return str(error.value)
 
 
 def is_alive(process_id):
@@ -134,7 +127,7 @@ def test_a_process_that_ends_costs_the_trajectories_with_state_there(load, fault
         raise failed
     assert late["count"] == 1 and late["process"] != old and not is_alive(old)
     assert "the state of its earlier calls is lost" in str(early)
-    assert "is lost" in failure(env, "early", name="early")  # until it ends
+    assert "is lost" in str(failure(env, "early", name="early"))  # until it ends
     asyncio.run(env.end("early"))
     assert call(env, "early", name="early") == {**late, "count": 1}
 
@@ -144,7 +137,7 @@ def test_a_process_that_ends_between_two_calls_is_replaced(load):
     old = call(env, "early", name="early")["process"]
     os.kill(int(old), signal.SIGKILL)
     wait_until(lambda: not is_alive(int(old)))
-    reason = failure(env, "early", name="early")
+    reason = str(failure(env, "early", name="early"))
     assert "is lost" in reason or "ended its process: signal 9" in reason
     assert call(env, "late", name="late")["count"] == 1
 
@@ -167,7 +160,7 @@ def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd,
     )
     assert call(env, fault="flood") == {"reward": 1.0}
     env._pool.timeout = 0.1
-    assert "did not return" in failure(env, fault="hang")
+    assert "did not return" in str(failure(env, fault="hang"))
     output, errors = capfd.readouterr()
     assert output.count("flood") == 10**6 + 1 and "printed hang\n" in output
     assert "warned flood\n" in errors and "warned hang\n" in errors
@@ -276,7 +269,7 @@ def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", fail)
-        assert "cannot start: Resource temporarily" in failure(env)
+        assert "cannot start: Resource temporarily" in str(failure(env))
     assert call(env) == {"reward": 1.0}
 
 
@@ -305,7 +298,7 @@ def test_a_call_that_is_cancelled_frees_its_process(load):
 
 def test_arguments_that_no_process_can_get_cost_their_call(load):
     env = load("def reward_fn(messages, value): return value")
-    assert "a process cannot get its arguments" in failure(env, value=(i for i in range(3)))
+    assert "a process cannot get its arguments" in str(failure(env, value=(i for i in range(3))))
     assert call(env, value=2) == {"reward": 2.0}
 
 
