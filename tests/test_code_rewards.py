@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import textwrap
 from types import ModuleType
 
 import pytest
@@ -57,32 +56,11 @@ def test_calls_of_a_function_with_lists_of_arguments():
 
     Results may be such as JSON does not have.
     """
-    program = """
-        import numpy as np
-        from collections import Counter
-        def f(kind="nothing", a=0, b=0):
-            if kind == "sum": return a + b
-            if kind == "both": return a, b
-            if kind == "list": return [a]
-            if kind == "key": return a[b]
-            if kind == "numpy": return np.int64(a), [np.array([a]), np.int64(b)]
-            if kind == "counts": return {a: (Counter(b),)}
-        """
-    calls = [
-        (["sum", 2, 3], 5),
-        (["sum", 2, 3], [5]),
-        (["sum", "1", "[2"], "1[2"),
-        (["both", "x", None], [["x", None]]),
-        (["list", 1], [1]),
-        (["key", {"1": 5}, 1], [5]),
-        (["numpy", 3, 4], [[3, [[3], 4]]]),
-        (["counts", 1, "x"], [{"1": [{"x": 1}]}]),
-        ([], [None]),
-    ]
+    program, calls = CASE_TEXTS["calls"]["program"], CASE_TEXTS["calls"]["calls"]
     for number in (None, 0, len(calls) - 1):  # whose result is wrong
         outputs = [7 if i == number else output for i, (_, output) in enumerate(calls)]
         cases = {"fn_name": "f", "inputs": [given for given, _ in calls], "outputs": outputs}
-        assert judge(textwrap.dedent(program), cases).is_right is (number is None), number
+        assert judge(program, cases).is_right is (number is None), number
 
 
 @pytest.mark.parametrize("tests, message", CASE_TEXTS["tests_that_cannot_judge_are_an_error"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import pack_rows, run
+from common import pack_rows, read_cases, run
 from env_helpers import ENVS, MESSAGES, call, env_of, failure
 from env_helpers import load_text as load
 from faulty_env import nest
@@ -22,6 +22,7 @@ from rl2.env.contract import EnvError, EnvFailures
 from rl2.env.load import load_env, play_reply
 from rl2.user_files import find_env_file
 
+CASES = read_cases("env_files")
 ROW = {
     "messages": [{"role": "user", "content": "1+1="}],
     "answer": 2,
@@ -166,34 +167,7 @@ def test_bad_messages_are_an_env_error(value, error):
         asyncio.run(env.answer(MESSAGES, ROW))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("def reward_fn(:", r"env.py:1: .*def reward_fn\(:"),
-        (
-            "import nothing_such",
-            "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'\ninstall it for",
-        ),
-        ("import sys\nsys.exit(3)", "fails on import:\n(?s:.*)line 2(?s:.*)SystemExit: 3"),
-        ("x = 1", r"expected a function reward_fn\(messages, answer\), found none"),
-        ("reward_fn = 3", "reward_fn: expected a function, got 3"),
-        (
-            "def reward_fn(answer): pass",
-            r"reward_fn\(answer\): expected a parameter called messages",
-        ),
-        ("def reward_fn(messages, /, answer): pass", "arguments are passed by name"),
-        ("def reward_fn(messages): pass\ninteract = []", "interact: expected a function"),
-        ("class make_env: pass", "expected a method step"),
-        ("def make_env(): return 1 / 0", "make_env raised:(.|\n)*ZeroDivisionError"),
-        (
-            "class make_env:\n def look(self, x):\n  'Looks.'",
-            "the method look has a docstring, so it is a tool, but .*begin its name with _",
-        ),
-        ("def run(base_url): ...\ndef interact(messages): ...", "`run` plays the whole"),
-        ("def play(row, generate): ...", "must be async"),
-        ("async def play(generate): ...\ndef run(base_url): ...", "remove one"),
-    ],
-)
+@pytest.mark.parametrize("text, message", CASES["works_with_no_row"])
 def test_env_file_that_cannot_work_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, text)
@@ -330,29 +304,10 @@ def test_preflight_tries_what_fails_now_and_then_again(tmp_path):
     assert len(list(tmp_path.glob("call_*"))) > 24
 
 
-TOOL_ENV = """
-    class make_env:
-        def look_up(self):
-            "Looks a word up."
-        def reward(self): return 1
-"""
-TEXT_ROW = {"messages": "x", "answer": 1}
-NO_REWARD = "def reward_fn(messages): return messages[-1]['content'] and None"
 ONE_TURN = "rollout.max_turns=1.*at least 2"
 
 
-@pytest.mark.parametrize(
-    "text, row, max_turns, message",
-    [
-        ("def reward_fn(messages): return 0", ROW, 2, "max_turns=2, but the env file has no inter"),
-        ("def interact(messages): ...\ndef reward_fn(messages): ...", TEXT_ROW, 2, "plain strings"),
-        (f"def interact(messages): ...\n{NO_REWARD}", ROW, 2, "interact: expected a list"),
-        (NO_REWARD, ROW, 1, "(?s)reply '', .*got ''.*got None"),
-        ("def run(base_url): return 1", ROW, 1, ONE_TURN),
-        ("async def play(generate): return 1", ROW, 1, ONE_TURN),
-        (TOOL_ENV, ROW, 1, ONE_TURN),
-    ],
-)
+@pytest.mark.parametrize("text, row, max_turns, message", CASES["refused_by_the_trial"])
 def test_preflight_refuses_an_env_that_cannot_work(tmp_path, text, row, max_turns, message):
     env = load(tmp_path, text)
     with pytest.raises(ValueError, match=message):

@@ -1,11 +1,9 @@
 """`python -m rl2 env`: each planted fault is found by its line, and the shipped envs have none."""
 
-import json
 import re
-import sys
 
 import pytest
-from common import ROOT, read_cases
+from common import ROOT, read_cases, run_main, write_jsonl
 from test_ready_envs import PACKAGES
 
 from rl2.tools import env as command
@@ -27,25 +25,27 @@ def is_right(messages, answer):
 """
 
 
-def try_env(arguments, monkeypatch, capsys):
-    """(the exit status, what is printed, what is printed on stderr) of the command."""
-    monkeypatch.setattr(sys, "argv", ["rl2 env", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.out + printed.err, printed
-    return end.value.code, printed.out, printed.err
+@pytest.fixture
+def try_env(capsys):
+    """Calls the command. Returns its exit status, what it prints, and what it prints on stderr."""
+
+    def try_it(*arguments):
+        status = run_main(command.main, *arguments)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err, printed
+        return status, printed.out, printed.err
+
+    return try_it
 
 
 @pytest.fixture
-def try_code(tmp_path, monkeypatch, capsys):
+def try_code(tmp_path, try_env):
     """Tries an env file with this code on three rows."""
 
     def try_it(code, *arguments, rows=ROWS):
         (tmp_path / "env.py").write_text(RIGHT + code)
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        words = [tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl", *arguments]
-        return try_env(words, monkeypatch, capsys)
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        return try_env(tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl", *arguments)
 
     return try_it
 
@@ -66,19 +66,17 @@ def test_a_planted_fault_is_found(name, try_code):
         assert all(line.startswith(f"PROBLEM: {kind}") for line in problems(out)), out
 
 
-def test_the_env_files_of_the_docs_have_no_fault(tmp_path, monkeypatch, capsys):
+def test_the_env_files_of_the_docs_have_no_fault(tmp_path, try_env):
     """The README's first one, and reward_fn of docs/rewards.md."""
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
     for page in ("README.md", "docs/rewards.md"):
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
         [first, *_] = [block for block in blocks if "def reward_fn" in block]
-        if "same_maths" in first:
-            first = first.replace("same_maths", "same_number")  # the suite may lack math-verify
+        first = first.replace("same_maths", "same_number")  # the suite may lack math-verify
         (tmp_path / "env.py").write_text(first)
-        words = [tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl", "rollout.max_turns=2"]
-        if "interact" not in first:
-            words.pop()
-        status, out, _ = try_env(words, monkeypatch, capsys)
+        words = ["rollout.max_turns=2"] if "interact" in first else []
+        words.append(f"data.path={tmp_path}/rows.jsonl")
+        status, out, _ = try_env(tmp_path / "env.py", *words)
         assert status == 0 and not problems(out), (page, out)
 
 
@@ -96,12 +94,11 @@ PLAYED = {  # name -> further keys of a shipped env that runs here
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_a_shipped_env_has_no_fault(name, monkeypatch, capsys):
+def test_a_shipped_env_has_no_fault(name, monkeypatch, try_env):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name], reason="the env needs it")
     monkeypatch.chdir(ROOT)
-    words = [name, f"data.path=examples/rows/{name}.jsonl", *PLAYED[name]]
-    status, out, _ = try_env(words, monkeypatch, capsys)
+    status, out, _ = try_env(name, f"data.path=examples/rows/{name}.jsonl", *PLAYED[name])
     assert status == 0 and not problems(out), out
 
 
@@ -126,10 +123,10 @@ def test_rows_without_an_answer(try_code):
     assert status == 0 and "gold answer" not in out, out
 
 
-def test_a_mistake_of_the_user_is_told_in_words(tmp_path, monkeypatch, capsys):
+def test_a_mistake_of_the_user_is_told_in_words(tmp_path, monkeypatch, try_env):
     (tmp_path / "env.py").write_text("def reward_fn(:\n")
     monkeypatch.chdir(ROOT)
     code = ([tmp_path / "env.py", "data.path=examples/rows/gsm8k.jsonl"], "invalid syntax")
     for words, expected in ((["data.pth=x"], "did you mean data.path"), code):
-        status, _, err = try_env(words, monkeypatch, capsys)
+        status, _, err = try_env(*words)
         assert status == 2 and expected in err and "problem" in err, err

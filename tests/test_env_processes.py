@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from common import ROOT
 from env_helpers import MESSAGES, call, call_together, failure, load_text, wait_until
@@ -35,18 +35,10 @@ def load(tmp_path):
 
 
 def is_alive(process_id):
-    """Whether the process runs. One that has ended may still be listed as a zombie."""
     try:
-        status = Path(f"/proc/{int(process_id)}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(int(process_id)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def children():
-    """The children of this process, zombies among them."""
-    texts = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return set(" ".join(texts).split())
 
 
 def held():
@@ -55,7 +47,7 @@ def held():
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one of iterdir
             descriptors.add((path.name, os.readlink(path)))
-    return children(), set(threading.enumerate()), descriptors
+    return set(psutil.Process().children()), set(threading.enumerate()), descriptors
 
 
 def test_a_process_imports_the_env_file_and_nothing_of_the_trainer(load):
@@ -208,17 +200,26 @@ def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load, monk
     assert len(groups) >= count
     env.close()
     assert [now - then for now, then in zip(held(), before, strict=True)] == [set(), set(), set()]
-    in_groups = [path for path in Path("/proc").glob("[0-9]*") if group_of(path) in groups]
-    assert not [path for path in in_groups if is_alive(path.name)]
+    assert not [pid for pid in psutil.pids() if group_of(pid) in groups and is_alive(pid)]
 
 
-def group_of(folder):
+def group_of(process_id):
     try:
-        return int((folder / "stat").read_text().rpartition(")")[2].split()[2])
-    except (FileNotFoundError, ProcessLookupError):
+        return os.getpgid(process_id)
+    except ProcessLookupError:
         return 0
 
 
+ENDLESS = """
+import os, re, time
+def reward_fn(messages, kind):
+    print(kind, os.getpid(), flush=True)
+    if kind == "sleep":
+        time.sleep(600)
+    if kind == "C":
+        re.match("(a+)+$", "a" * 50 + "b")
+    return 1
+"""
 ORPHANS = """
 import asyncio, sys
 from rl2.env.load import load_env
@@ -235,20 +236,7 @@ asyncio.run(main())
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
     """A process that sleeps, one in C code, and an idle one."""
-    (tmp_path / "env.py").write_text(
-        textwrap.dedent(
-            """
-            import os, re, time
-            def reward_fn(messages, kind):
-                print(kind, os.getpid(), flush=True)
-                if kind == "sleep":
-                    time.sleep(600)
-                if kind == "C":
-                    re.match("(a+)+$", "a" * 50 + "b")
-                return 1
-            """
-        )
-    )
+    (tmp_path / "env.py").write_text(ENDLESS)
     command = [sys.executable, "-c", ORPHANS, tmp_path / "env.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     trainer = subprocess.Popen(command, cwd=ROOT, **pipes)

@@ -72,8 +72,14 @@ def load_ready(name, monkeypatch):
 
 
 def play(env, row, replies, max_turns):
-    """The trajectory of a row in which the model gives these replies."""
-    trajectory, player = play_script(env, row, replies, max_turns)
+    """The trajectory of a row in which the model gives these replies, or calls of tools."""
+    texts = []
+    for reply in replies:
+        if isinstance(reply, dict):
+            [(tool, arguments)] = reply.items()
+            reply = call_text(tool, **arguments)
+        texts.append(reply)
+    trajectory, player = play_script(env, row, texts, max_turns)
     assert trajectory.finish_reason == "stop", player.failures.last
     return trajectory
 
@@ -93,30 +99,8 @@ def reward(env, content, row):
     return asyncio.run(env.score(messages, row, inputs={"turn": 1}))
 
 
-def solve_countdown(row):
-    return {24: "(9-1)*3", 10: "(2+3)*(8-6)", 98: "44+19+35"}[row["answer"]]
-
-
-def program_for(row):
-    if "fn_name" in row["test_cases"]:
-        return "def count_vowels(text):\n    return sum(c in 'aeiou' for c in text)"
-    if "inputs" in row["test_cases"]:
-        return "print(sum(map(int, input().split())))"
-    return "def second_largest(numbers):\n    return sorted(numbers)[-2]"
-
-
 def shell_call(command):
     return call_text("shell", command=command)
-
-
-def mend(row):
-    """A command of sed for the mistake of a row."""
-    program = row["files"]["solution.py"]
-    if "mean" in program:
-        return "sed -i 's/ - 1//' solution.py"
-    if "palindrome" in program:
-        return "sed -i 's/text ==/text.lower() ==/; s/text\\[::/text.lower()[::/' solution.py"
-    return "sed -i 's/numbers.3:./numbers/' solution.py"
 
 
 END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -132,76 +116,7 @@ def mend_return(expression):
     return f"sed -i 's|return .*|return {expression}|' solution.py"
 
 
-def number_of(row):
-    """The number that a game of GEM has drawn."""
-    import gem
-
-    state = random.getstate()
-    game = gem.make(row["game"])
-    game.reset(seed=row["seed"])
-    random.setstate(state)  # which GEM has seeded
-    return game.game_number
-
-
-def word_of(row):
-    """The word that the server of the rows asks for."""
-    words = ("stone", "river", "cloud", "maple", "candle")
-    return random.Random(row["reset"]["seed"]).choice(words)
-
-
-DONE = {  # commands that do Harbor's tasks
-    "greeting": "echo 'Hello, world!' > /app/greeting.txt",
-    "rename": "for name in /app/*.txt; do mv $name ${name%.txt}.md; done",
-    "total": "echo 42 > /app/total.txt",
-}
-# Name -> the replies of a right and of a wrong trajectory, from the row.
-SCRIPTS = {
-    "calculator": (
-        lambda row: [
-            call_text("calculate", expression=row["expression"]),
-            f"<answer>{row['answer']}</answer>",
-        ],
-        lambda row: [call_text("calculate", expression="1+1"), "<answer>2</answer>"],
-    ),
-    "coding": (
-        lambda row: [f"```python\n{program_for(row)}\n```"],
-        lambda row: ["```python\nprint(0)\n```"],
-    ),
-    "countdown": (
-        lambda row: [f"So <answer>{solve_countdown(row)}</answer>"],
-        lambda row: [f"<answer>{row['answer']}</answer>"],
-    ),
-    "gem_games": (
-        lambda row: [rf"\boxed{{{number_of(row) % 10 + 1}}}", rf"\boxed{{{number_of(row)}}}"],
-        lambda row: [rf"\boxed{{{number_of(row) % 10 + 1}}}", "I do not know."],
-    ),
-    "harbor_tasks": (
-        lambda row: [shell_call("ls"), shell_call(DONE[row["task"].rpartition("/")[2]]), "Done."],
-        lambda row: [shell_call("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"), ""],
-    ),
-    "judge": (lambda row: ["A good reply."], lambda row: ["A bad reply."]),
-    "maths_steps": (lambda row: [str(eval(row["expression"]))], lambda row: ["1"] * 5),
-    "mini_swe_agent": (
-        lambda row: agent_commands("cat solution.py", mend_return(row["right"]), END),
-        lambda row: agent_commands("rm test_solution.py; touch test_solution.py", END),
-    ),
-    "openenv_server": (
-        lambda row: ["I do not know.", word_of(row)[::-1]],
-        lambda row: [word_of(row)] * 3,
-    ),
-    "repair": (
-        lambda row: [shell_call("cat solution.py"), shell_call(mend(row)), "Done."],
-        lambda row: [shell_call("echo 'assert True' > test_solution.py"), "Done."],
-    ),
-    "search": (
-        lambda row: [
-            f"<search>{row['messages'][0]['content'].rpartition('Question: ')[2]}</search>",
-            f"<answer>{row['answer'][0]}</answer>",
-        ],
-        lambda row: ["<search>Port Amery</search>", "<answer>Port Amery</answer>"],
-    ),
-    "verifiers_tasks": (lambda row: ["5", str(row["index"] + 1)], lambda row: ["x"] * 4),
-}
+SCRIPTS = CASES["scripts"]
 # The trial at the start plays the answers in their rows, and warns of one that earns too little.
 GOLD = ("arithmetic", "boxed", "gsm8k", "reasoning", "think_answer")
 PACKAGES = {
@@ -232,10 +147,10 @@ def test_the_rows_of_an_env_reward_the_right_trajectory(name, monkeypatch, reque
     warnings = preflight(env, {"data.path": tried}, max_turns)
     assert len(warnings) == (name == "countdown")  # whose answer is the target, not the reply
     state = random.getstate()
-    for row in (rows[index] for index in range(3) if name in SCRIPTS):
-        scripts = (script(row) for script in SCRIPTS[name])
-        good, bad = (play(env, row, replies, max_turns).reward for replies in scripts)
-        assert good >= 1.0 and good - bad >= 0.5, (row, good, bad)
+    for i in range(3 if name in SCRIPTS else 0):
+        scripts = SCRIPTS[name]["right"][i], SCRIPTS[name]["wrong"]
+        good, bad = (play(env, rows[i], replies, max_turns).reward for replies in scripts)
+        assert good >= 1.0 and good - bad >= 0.5, (rows[i], good, bad)
     if name == "gem_games":  # GEM seeds Python's random numbers
         assert random.getstate() == state, "the games run in processes of their own"
     env.close()
@@ -330,13 +245,7 @@ def test_search_looks_up_the_first_query_of_the_last_turn(monkeypatch):
         assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
         assert answered("<search> </search>")[0]["content"] == "the query is empty"
         assert len(requests) == 2
-        for end in (
-            "<answer>Paris</answer>",
-            "<search>x</search><answer>Paris</answer>",
-            "<search>Paris",
-            "",
-            "Paris",
-        ):
+        for end in ("<search>x</search><answer>Paris</answer>", "<search>Paris", "", "Paris"):
             assert answered(end) == []
         with pytest.raises(EnvError, match="500"):
             answered("<search>fail</search>")
@@ -590,21 +499,19 @@ def test_a_judge_is_asked_once_for_equal_conversations(judge, judge_server):
     assert len(judge_server.requests) == 3
 
 
-def test_a_busy_judge_is_asked_again_after_longer_pauses(judge, judge_server):
+def test_a_busy_judge_is_asked_again_after_longer_pauses_until_its_deadline(judge, judge_server):
     judge_server.answers += [(429, "", {}), (500, "", {}), (503, "", {})]
     judge_server.answers += [(200, "no JSON", {"Content-Length": 5})]
     assert judged(judge, "good") == 1.0
     assert judge.time.sleeps == [0.5, 1.0, 2.0, 4.0] and len(judge_server.requests) == 5
-
-
-def test_a_judge_that_stays_busy_costs_its_deadline(judge, judge_server):
     judge_server.answers += [(500, "", {})] * 99
-    limit = parse(PPOConfig, read_command("judge")).rollout.env_timeout
+    judge.time = Clock()
     with pytest.raises(TimeoutError, match="no verdict in 28 s: the server answers 500"):
-        judged(judge, "good")
-    assert judge.time.now - 100 <= 28 < limit and len(judge_server.requests) == 6
+        judged(judge, "another good one")
+    limit = parse(PPOConfig, read_command("judge")).rollout.env_timeout
+    assert judge.time.now - 100 <= 28 < limit and len(judge_server.requests) == 5 + 6
     judge_server.answers.clear()
-    assert judged(judge, "good") == 1.0, "a failure is not cached"
+    assert judged(judge, "another good one") == 1.0, "a failure is not cached"
 
 
 def test_a_judge_that_does_not_answer_is_given_up(judge, judge_server):
@@ -671,42 +578,17 @@ def test_requests_to_a_judge_are_limited(judge, judge_server):
         judged(judge, "another")
 
 
-SUMS = """
-import verifiers.v1 as vf
-__all__ = ["Sums"]
-class Data(vf.TaskData):
-    answer: int
-class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
-    async def setup(self, trace, runtime):
-        trace.info["prompt"] = [message.content for message in trace.messages]
-    @vf.reward(weight=2.0)
-    async def right(self, trace):
-        assert trace.info["prompt"] == ["Be brief.", self.data.prompt] and trace.num_turns == 1
-        if trace.last_reply == "fail":
-            raise ValueError("cannot score")
-        return float(trace.last_reply == str(self.data.answer))
-class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
-    INFINITE = True
-    def load(self):
-        a = 0
-        while True:
-            data = Data(prompt=f"{a} + 5 =", system_prompt="Be brief.", answer=a + 5)
-            yield Sum(data, self.config.task)
-            a += 1
-"""
-
-
 def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
     """The env of a plain taskset asks for one turn. Its tasks are read from their index alone.
 
     A task that needs a container is refused.
     """
     pytest.importorskip("verifiers.v1", reason="pip install verifiers")
-    (tmp_path / "sums_of_five.py").write_text(SUMS)
+    sums = CASES["a_taskset_of_verifiers"]
+    (tmp_path / "sums_of_five.py").write_text(sums)
     head = "class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):\n"
-    (tmp_path / "boxed_sums.py").write_text(
-        SUMS.replace(head, f"{head}    NEEDS_CONTAINER = True\n")
-    )
+    boxed_sums = sums.replace(head, f"{head}    NEEDS_CONTAINER = True\n")
+    (tmp_path / "boxed_sums.py").write_text(boxed_sums)
     monkeypatch.syspath_prepend(tmp_path)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -756,16 +638,11 @@ def test_mini_swe_agent_is_judged_at_the_limit_of_turns(mini_swe_agent):
     """A request that is refused ends the agent at once."""
     env, row = mini_swe_agent
     replies = agent_commands(mend_return(row["right"]), "python test_solution.py")
-    asked = []
-
-    def check_may_ask(session):
-        asked.append(session)
-        check_once(session)
-
-    check_once = AgentSession.check_may_ask
-    with mock.patch.object(AgentSession, "check_may_ask", check_may_ask):
+    check = AgentSession.check_may_ask
+    options = {"autospec": True, "side_effect": check}
+    with mock.patch.object(AgentSession, "check_may_ask", **options) as asked:
         trajectory, player = play_script(env, row, replies, 2)
-    assert len(asked) == 3
+    assert asked.call_count == 3
     assert trajectory.rewards == {"reward": 1.0}, player.failures.last
     assert trajectory.finish_reason == "length" and trajectory.num_turns == 2
 
@@ -842,24 +719,12 @@ def make_harbor_task(folder, config="", reward="echo 0.5 > /logs/verifier/reward
     return {"messages": [{"role": "user", "content": "Do it."}], "task": str(folder)}
 
 
-HARBOR_REWARDS = {
-    'printf \'{"right": 1,\\n"brief": 0.25}\' > /logs/verifier/reward.json': {
-        "right": 1.0,
-        "brief": 0.25,
-    },
-    'echo "$LEVEL" > /logs/verifier/reward.txt': {"environment": 0.75},
-    "echo good > /logs/verifier/reward.txt": {"environment": 0.0},
-    "ln -s /etc/passwd /logs/verifier/reward.txt": {"environment": 0.0},
-    "sleep 60; echo 1 > /logs/verifier/reward.txt": {"environment": 0.0},
-}
-
-
-@pytest.mark.parametrize("reward", HARBOR_REWARDS)
-def test_harbor_reads_what_the_tests_write(reward, tmp_path, fake_docker, monkeypatch):
+@pytest.mark.parametrize("written, rewards", CASES["harbor_reads_what_the_tests_write"])
+def test_harbor_reads_what_the_tests_write(written, rewards, tmp_path, fake_docker):
     config = '[verifier]\ntimeout_sec = 2\n[verifier.env]\nLEVEL = "${RL2_LEVEL:-0.75}"\n'
-    row = make_harbor_task(tmp_path / "task", config, reward)
+    row = make_harbor_task(tmp_path / "task", config, written)
     env = load_env("harbor_tasks", 60)
-    assert play(env, row, ["Done."], 2).rewards == HARBOR_REWARDS[reward]
+    assert play(env, row, ["Done."], 2).rewards == rewards
     env.close()
 
 
@@ -875,25 +740,16 @@ def test_harbor_ends_a_command_that_is_late(tmp_path, fake_docker, monkeypatch):
     env.close()
 
 
-HARBOR_REFUSED = {
-    "[[steps]]\nname = 'one'": "several steps",
-    "[environment]\ngpus = 1": "GPUs",
-    "[verifier]\nenvironment_mode = 'separate'": "a container of its own for the tests",
-    "[environment]\nnetwork_mode = 'allowlist'": "lists of allowed hosts",
-    "[environment]\nos = 'Windows'": "containers of Windows",
-}
-
-
 def test_harbor_leaves_out_tasks_that_need_more(tmp_path, fake_docker):
     make_harbor_task(tmp_path / "tasks/good")
     make_harbor_task(tmp_path / "tasks/composed")
     (tmp_path / "tasks/composed/environment/docker-compose.yaml").touch()
-    for i, config in enumerate(HARBOR_REFUSED):
+    for i, (config, _) in enumerate(CASES["harbor_leaves_out"]):
         make_harbor_task(tmp_path / f"tasks/{i}", config)
     path = tmp_path / "rows.jsonl"
     printed = run(ROOT / "envs/harbor_tasks.py", tmp_path / "tasks", path).stdout
     assert [row["messages"][0]["content"] for row in read_jsonl(path)] == ["Do good."]
-    for reason in [*HARBOR_REFUSED.values(), "Docker Compose"]:
+    for reason in [*dict(CASES["harbor_leaves_out"]).values(), "Docker Compose"]:
         assert f"harbor_tasks does not have {reason}" in printed
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from common import read_cases
 from env_helpers import wait_until
 from test_sandbox import find_processes, folder, strength  # noqa: F401
 
@@ -20,11 +21,14 @@ QUICK = Limits(cpu_seconds=2, wall_seconds=30, memory_bytes=2**28, file_bytes=2*
 
 @pytest.fixture
 def workspace(strength):  # noqa: F811
-    with Workspace({"a.txt": "one\n", "src/b.py": b"print(2)"}, QUICK, strength) as workspace:
+    # Data sets in columns give each row the files of all rows, those of others without content.
+    files = {"a.txt": "one\n", "b.txt": None, "src/b.py": b"print(2)"}
+    with Workspace(files, QUICK, strength) as workspace:
         yield workspace
 
 
 def test_commands_share_files(workspace):
+    assert workspace.run("ls").stdout == "a.txt\nsrc\n"
     assert workspace.run("cat a.txt; python3 src/b.py") == ("succeeded", "one\n2\n", "")
     assert workspace.run("echo two >> a.txt && mv src/b.py c.py").status == "succeeded"
     assert workspace.run(["cat", "a.txt"]) == ("succeeded", "one\ntwo\n", "")
@@ -32,12 +36,6 @@ def test_commands_share_files(workspace):
     assert workspace.run("cd src; pwd").stdout.strip().endswith("src")
     assert not workspace.run("pwd").stdout.strip().endswith("src")
     assert workspace.run("touch ~/c && ls c").stdout == "c\n"
-
-
-def test_a_file_without_content_is_left_out(strength):  # noqa: F811
-    """Data sets in columns give each row the files of all rows."""
-    with Workspace({"a.txt": "one\n", "b.txt": None}, QUICK, strength) as workspace:
-        assert workspace.run("ls").stdout == "a.txt\n"
 
 
 def test_the_middle_of_a_long_output_is_left_out():
@@ -86,21 +84,8 @@ def test_how_a_command_ends_is_told(strength):  # noqa: F811
         assert workspace.run("echo works").stdout == "works\n"
 
 
-# What a command does to its workspace, and what the next one must still be able to do.
-ATTACKS = {
-    "fork bomb": "bomb() { bomb | bomb & }; bomb",
-    "everything removed": "rm -rf ~ ~/* ~/.*; rm -rf /workspace",
-    "a large file": "head -c 100000000 /dev/zero > large",
-    "many files": "for i in $(seq 20000); do : > f$i || exit; done",
-    "memory": "python3 -c 'x = bytearray(10**10)'",
-    "background": "(setsid sleep 1000 &) >/dev/null 2>&1; exit 0",
-    "closed files": "exec 0<&- 1>&- 2>&-",
-    "much output": "yes",
-}
-
-
 def test_the_next_command_works_after_attacks(workspace, folder):  # noqa: F811
-    for name, attack in ATTACKS.items():
+    for name, attack in read_cases("sandbox")["attacks_of_a_workspace"].items():
         result = workspace.run(attack)
         assert len(result.stdout) <= QUICK.file_bytes
         after = workspace.run("ps >/dev/null 2>&1; rm -rf *; echo works")
