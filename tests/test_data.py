@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import re
 import sys
@@ -51,7 +50,8 @@ def user(content):
 
 
 ROWS = [
-    {"messages": user(f"what is {i}\u2028?"), "answer": str(i), "level": "easy"} for i in range(3)
+    {"messages": user(f"what is {i}\u2028?"), "answer": str(i), "level": "w" * 200_000}
+    for i in range(3)
 ]
 
 
@@ -131,18 +131,6 @@ def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tm
     ]
 
 
-MALFORMED = read_cases("malformed_rows")
-GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
-
-
-@pytest.mark.parametrize(("line", "message"), MALFORMED["ppo"])
-def test_malformed_row_names_file_row_and_column(tmp_path, line, message):
-    file = tmp_path / "a.jsonl"
-    file.write_text(f"{GOOD}\n\n{line}\n{GOOD}")
-    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
-        load_rows(str(file), read=read_ppo_row)
-
-
 def test_problems_are_listed_once_with_their_number(tmp_path):
     rows = [{"messages": ""}] * 3 + [{"messages": i} for i in range(7)]
     with pytest.raises(ValueError) as error:
@@ -163,12 +151,6 @@ def test_csv_row_is_named_by_its_first_line(tmp_path):
     _, fewer, more = str(error.value).splitlines()
     assert f"{file}, row 4: expected a cell for each column of the header, got fewer" in fewer
     assert f"{file}, row 6:" in more and "got more" in more
-
-
-def test_csv_cell_may_be_long(tmp_path):
-    file = tmp_path / "a.csv"
-    file.write_text(f"messages,answer\n{'w' * 200_000},1\n")
-    assert len(load_rows(str(file))[0]["messages"]) == 200_000
 
 
 @pytest.mark.parametrize("case", read_cases("data_files"), ids=str)
@@ -231,7 +213,8 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         load_rows("other/set")
 
 
-def test_prompts_are_the_templates_tokens_and_tools_pass_through():
+def test_prompts_are_the_templates_tokens_and_tools_pass_through(monkeypatch):
+    monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 2)
     with_tools = {**make_rows([1])[0], "tools": [{"w": 0}]}
     rows = [*make_rows([2]), {"messages": "w w", "answer": 0}, with_tools]
     prompts = make_examples(rows, max_length=20)
@@ -260,12 +243,6 @@ def test_long_prompts_are_dropped_and_counted():
     message = "data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     with pytest.raises(ValueError, match=message):
         make_examples(rows, max_length=4)
-
-
-def test_more_rows_than_one_chunk(monkeypatch):
-    monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
-    prompts = make_examples(make_rows(range(1, 9)))
-    assert [len(prompt.tokens) for prompt in prompts] == [n + 2 for n in range(1, 9)]
 
 
 def make_mixture(lengths, shuffle=False, batch_size=1):
@@ -321,21 +298,26 @@ def test_the_start_says_how_a_run_uses_the_rows():
     ]
 
 
-def test_order_differs_by_epoch_and_seed():
-    def order(seed, epoch):
-        prompts = make_examples(make_rows([1] * 50))
-        order = Mixture({"": prompts}, shuffle=True, seed=seed, batch_size=50)
-        return [prompt.index for prompt in DataCursor(order, 50 * epoch).next_batch()]
+@pytest.mark.parametrize("names", ["ab", [""]])
+def test_order_differs_by_epoch_seed_and_source(names):
+    """Else rows in pairs, as a question in two languages, would always come in the same step."""
 
-    assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
-    assert order(0, 1) == order(0, 1)
+    def orders(seed, epoch):
+        sources = {name: make_examples(make_rows([1] * 20), source=name) for name in names}
+        examples = take(Mixture(sources, shuffle=True, seed=seed), 2 * 20 * len(names))
+        of_epoch = examples[epoch * 20 * len(names) :][: 20 * len(names)]
+        return [tuple(e.index % 20 for e in of_epoch if e.source == name) for name in names]
+
+    found = [orders(seed, epoch) for seed in range(2) for epoch in range(2)]
+    assert len({order for of_sources in found for order in of_sources}) == 4 * len(names)
+    assert orders(0, 1) == found[1]
 
 
 # Several sources
 
 
-def take(mixture, num_examples, start=0):
-    return [mixture.at(position) for position in range(start, start + num_examples)]
+def take(mixture, num_examples):
+    return [mixture.at(position) for position in range(num_examples)]
 
 
 @settings(deadline=None, max_examples=20)
@@ -353,13 +335,6 @@ def test_a_source_has_its_share_of_every_stretch_of_a_mixture(lengths, shuffle):
 def test_a_mixture_in_the_order_of_its_files():
     names = [(e.source, e.index) for e in take(make_mixture([4, 2]), 6)]
     assert names == [("a", 0), ("b", 4), ("a", 1), ("a", 2), ("b", 5), ("a", 3)]
-
-
-def test_sources_of_one_length_have_different_orders():
-    """Else rows in pairs, as a question in two languages, would always come in the same step."""
-    examples = take(make_mixture([20, 20], shuffle=True), 40)
-    orders = [[e.index % 20 for e in examples if e.source == name] for name in "ab"]
-    assert orders[0] != orders[1]
 
 
 def contents(sets):
@@ -390,9 +365,9 @@ def test_test_rows_are_held_out_by_their_content_without_their_copies():
 
 # Examples of SFT, DPO and reward models
 
-GOOD_PAIR = {"messages": user("x"), "chosen": "w", "rejected": "w w"}
-
-
+OTHERS = read_cases("rows_of_other_projects")
+USER, REPLY = OTHERS["user"], OTHERS["reply"]
+GOOD_PAIR = {"messages": [USER], "chosen": "w", "rejected": "w w"}
 TURNS = (
     "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}"
     "<e>{% endif %}{% endfor %}"
@@ -407,25 +382,10 @@ def with_eos(template=TURNS):
     return tokenizer
 
 
-def talk(*contents):
-    roles = itertools.cycle(["user", "assistant"])
-    return [{"role": next(roles), "content": content} for content in contents]
-
-
-def test_turns_text_and_plain_messages(tmp_path):
-    rows = [{"messages": talk("? ?", "w", "?", "w w")}, {"text": "w ?"}]
-    rows.append({"messages": "? w w", "text": None})
-    path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
-    every = [example.sequences for example in make_examples(path, SFT_ROWS, tokenizer)]
-    assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
-    assert every[1:] == [[([3, 2, 4], [1, 1, 1])], [([2, 3, 3, 4], [1, 1, 1, 1])]]
-
-
 def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
-    reply = [{"role": "assistant", "content": "w w"}]
     rows = [
-        {"prompt": GOOD_PAIR["messages"], "completion": "?", "label": True},
-        {"prompt": user("? ?"), "completion": reply, "label": 0},
+        {"prompt": [USER], "completion": "?", "label": True},
+        {"prompt": user("? ?"), "completion": [{**REPLY, "content": "w w"}], "label": 0},
         GOOD_PAIR,
     ]
     file = write(tmp_path / "a.jsonl", rows)
@@ -463,20 +423,23 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
-    [(kind, *case) for kind in ("sft", "pairs", "labelled") for case in MALFORMED[kind]],
+    [(kind, *case) for kind, cases in read_cases("malformed_rows").items() for case in cases],
 )
-def test_malformed_example_names_file_row_and_remedy(tmp_path, kind, row, message):
+def test_malformed_row_names_file_row_and_remedy(tmp_path, kind, row, message):
     tokenizer = with_eos(
         "{% for m in messages %}{% if m.content == 'refuse' %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
     row_kind, good = {
-        "sft": (SFT_ROWS, {"messages": talk("x", "w")}),
+        "ppo": (PROMPT_ROWS, {"messages": user("x"), "answer": 1}),
+        "sft": (SFT_ROWS, {"messages": [USER, REPLY]}),
         "pairs": (PAIR_ROWS, GOOD_PAIR),
         "labelled": (LABELLED_ROWS, GOOD_PAIR),
     }[kind]
-    file = write(tmp_path / "a.jsonl", [good, row, good])
+    file = tmp_path / "a.jsonl"
+    lines = [line if isinstance(line, str) else json.dumps(line) for line in (good, row, good)]
+    file.write_text("\n\n".join(lines))
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
         make_examples(file, row_kind, tokenizer)
 
@@ -489,15 +452,17 @@ def read(tmp_path, capsys, reader, row, **columns):
     return row, capsys.readouterr().out
 
 
-OTHERS = read_cases("rows_of_other_projects")
-USER = OTHERS["user"]
+READERS = {"ppo": read_ppo_row, "sft": read_sft_row, "pair": read_pair_row}
 
 
-@pytest.mark.parametrize(("row", "expected", "notes"), OTHERS["ppo"])
-def test_prompts_of_other_projects_are_read_and_that_is_said(
-    tmp_path, capsys, row, expected, notes
+@pytest.mark.parametrize(
+    ("kind", "row", "expected", "notes"),
+    [(kind, *case) for kind in ("ppo", "pair") for case in OTHERS[kind]],
+)
+def test_rows_of_other_projects_are_read_and_that_is_said(
+    tmp_path, capsys, kind, row, expected, notes
 ):
-    seen, text = read(tmp_path, capsys, read_ppo_row, row)
+    seen, text = read(tmp_path, capsys, READERS[kind], row)
     assert seen == expected
     assert len(text.splitlines()) == len(notes) and all(note in text for note in notes)
 
@@ -513,7 +478,6 @@ def test_columns_are_renamed(tmp_path, capsys, monkeypatch):
 
 
 PUBLIC = read_cases("public_rows")
-READERS = {"ppo": read_ppo_row, "sft": read_sft_row, "pair": read_pair_row}
 
 
 @pytest.mark.parametrize(
@@ -530,22 +494,6 @@ def test_conversations_of_other_projects_are_trained(tmp_path, row, tokens, mask
     path = write(tmp_path / "a.jsonl", [row])
     [example] = make_examples(path, SFT_ROWS, with_eos())
     assert example.sequences == [(tokens, mask)]
-
-
-@pytest.mark.parametrize("row", OTHERS["pairs"])
-def test_pairs_of_other_projects_are_read(tmp_path, capsys, row):
-    seen, _ = read(tmp_path, capsys, read_pair_row, row)
-    seen.pop("prompt", None)  # of a row whose replies hold the prompt too
-    assert seen == {"messages": [USER], "chosen": "w", "rejected": "v"}
-
-
-def test_pairs_of_text(tmp_path, capsys):
-    seen, _ = read(tmp_path, capsys, read_pair_row, {"chosen": "a b cd", "rejected": "a b ce"})
-    assert seen == {"messages": "a b c", "chosen": "d", "rejected": "e"}
-    pair = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-    seen, text = read(tmp_path, capsys, read_pair_row, pair)
-    assert seen == {"messages": "The sky is", "chosen": " blue.", "rejected": " green."}
-    assert "is read as the prompt (1 of 1 rows" in text
 
 
 def test_an_unusual_role_warns_once(tmp_path, capsys):

@@ -8,6 +8,7 @@ import json
 import datasets
 import pytest
 from chat_families import CHATML, MESSAGE, make_template
+from common import write_jsonl
 
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
 from rl2.data.formats import labels, read_labelled_row
@@ -19,12 +20,12 @@ TALK = {"messages": [USER, ANSWER]}
 EXACT = "chatml llama3 qwen3 gemma3 deepseek_r1 deepseek_v3 mistral_v3 glm4 phi4".split()
 
 
-def read(tmp_path, row, template, kind=SFT_ROWS, name="rows.jsonl"):
-    """[(text of a sequence, its trained text)] of the row."""
+def read(tmp_path, row, template, kind=SFT_ROWS, *more_rows):
+    """[(text of a sequence, its trained text)] of the row, which is the first of a file."""
     if isinstance(template, str):
         template = make_template(template)
-    path = tmp_path / name
-    path.write_text(json.dumps(row) + "\n")
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [row, *more_rows])
     examples = Examples(load_rows(str(path), read=kind.read), template, kind, max_length=10_000)
     sequences = []
     for tokens, mask in examples[0].sequences:
@@ -189,16 +190,18 @@ def test_only_columnar_files_lose_nulls(tmp_path, monkeypatch):
     other = {"messages": [USER, call({"day": 1})]}
     data_set = datasets.Dataset.from_list([row, other])
     data_set.to_parquet(tmp_path / "rows.parquet")
+    data_set.save_to_disk(tmp_path / "rows.saved")
     monkeypatch.setattr("datasets.load_dataset", lambda *arguments, **options: data_set)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     arguments = []
-    for path in (*(tmp_path / f"rows.{end}" for end in ("jsonl", "json", "parquet")), "hub/rows"):
+    names = [tmp_path / f"rows.{end}" for end in ("jsonl", "json", "parquet", "saved")]
+    for path in [*names, "hub/rows"]:
         rows = load_rows(str(path), read=SFT_ROWS.read)
         [called] = rows[0]["messages"][1]["tool_calls"]
         arguments.append(called["function"]["arguments"])
     whole, part = {"city": "Rome", "days": None}, {"city": "Rome"}
-    assert arguments == [whole, whole, part, part]
+    assert arguments == [whole, whole, part, part, part]
 
 
 @pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.0}, {"weight": False}], ids=str)
@@ -233,12 +236,6 @@ def test_text_that_begins_like_json_is_text(tmp_path, text):
     assert read(tmp_path, row, "chatml", PAIR_ROWS)[0][1].startswith(text)
 
 
-def test_a_folder_of_save_to_disk_is_read(tmp_path):
-    rows = [TALK] * 3
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    assert len(load_rows(str(tmp_path / "rows"), read=SFT_ROWS.read)) == 3
-
-
 def test_labels_of_csv_are_read(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,completion,label\na,b,True\na,c,false\n")
@@ -271,11 +268,7 @@ def test_a_field_that_is_shown_or_that_says_what_is_trained_is_not_named(tmp_pat
     [(text, _)] = read(tmp_path, {"messages": messages}, template)
     assert "helloAda!" in text and "warning" not in capsys.readouterr().out
     rows = [{"messages": [{**USER, "flag": flag}, ANSWER]} for flag in (False, True)]
-    path = tmp_path / "two.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Examples(
-        load_rows(str(path), read=SFT_ROWS.read), make_template("chatml"), SFT_ROWS, max_length=99
-    )
+    read(tmp_path, rows[0], "chatml", SFT_ROWS, rows[1])
     assert "not show messages[0].flag" in capsys.readouterr().out
 
 
