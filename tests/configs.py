@@ -22,7 +22,7 @@ BASE = {
 }
 OWN_FUNCTIONS = """
 from rl2.algorithms.advantages import Estimator
-from rl2.algorithms.losses import PolicyLoss
+from rl2.algorithms.losses import PolicyLoss, PreferenceLoss
 def policy(x):
     return -x.log_ratio * x.advantages, {}
 loss = PolicyLoss(policy, settings=("clip_high",))
@@ -36,6 +36,9 @@ group_estimator = Estimator(grouped, needs=("rewards", "group"), settings=())
 def typed(x):
     return x.rewards, x.rewards
 needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))
+def paired(x):
+    return x.margin
+unpaired = PreferenceLoss(lambda x: x.gains, in_pairs=False)
 """
 FILES = {
     "own.py": OWN_FUNCTIONS,

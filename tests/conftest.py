@@ -29,6 +29,18 @@ def hears_ctrl_c():
 
 
 @pytest.fixture
+def base(tmp_path, monkeypatch):
+    """The required keys of PPO; the working directory has the FILES of configs.py."""
+    from configs import BASE, write_files
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    write_files(tmp_path)
+    return BASE["ppo"]
+
+
+@pytest.fixture
 def runs_here(monkeypatch, tmp_path):
     """A run of `rl2.train` has one thread, as with the command line, and a folder of the test."""
     import torch  # other suites have none

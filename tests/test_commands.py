@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from configs import find_problems, write_files
 
 from rl2.__main__ import COMMANDS
 from rl2.config.schema import TRAINER_CONFIGS
@@ -41,19 +40,3 @@ def test_what_is_dropped_names_what_to_use_instead(words, instead):
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if "no longer in rl2" in line]
     assert instead in line
-
-
-@pytest.mark.parametrize(
-    ("word", "words"),
-    [
-        ("--plan", "no longer in rl2: use rl2 plan"),
-        ("--temperature=1", "--temperature: unknown option"),  # it was one of rl2 chat
-        ("actor.gradient_checkpointing=auto", "no longer in rl2: use true, or"),
-        ("trainer.loggers=[tensorboard]", "no longer in rl2: use [wandb], or"),
-    ],
-)
-def test_what_is_dropped_of_the_trainers_is_a_problem(word, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    [problem] = find_problems("sft", [word])
-    assert words in problem.text
