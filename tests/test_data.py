@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
+from chat_families import make_tokenizer
 from common import pack_rows, read_cases
 from datasets import Dataset, are_progress_bars_disabled, enable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rl2.batch import scored_spans
 from rl2.config.schema import PromptConfig
@@ -39,9 +38,13 @@ from rl2.rewards.text import BOXED_PROMPT
 from rl2.trainer.dpo import make_batch as make_dpo_batch
 from rl2.trainer.dpo import mismatch
 
-TEMPLATE = (
-    "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %} ?{% endif %}"
+PROMPTS = (
+    "{{ tools or '-' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}?{% endif %}"
+)
+TURNS = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
+    "<|im_end|>{% endif %}{% endfor %}"
 )
 
 
@@ -55,26 +58,17 @@ ROWS = [
 ]
 
 
-def make_tokenizer():
-    vocabulary = {"[UNK]": 0, "None": 1, "?": 2, "w": 3}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="[UNK]", chat_template=TEMPLATE
-    )
-
-
 def make_rows(lengths):
-    return [{"messages": user("w " * n), "answer": n} for n in lengths]
+    return [{"messages": user("w" * n), "answer": n} for n in lengths]
 
 
-def make_examples(rows, kind=PROMPT_ROWS, tokenizer=None, **settings):
-    """Examples of rows, or of the rows of a file."""
+def make_examples(rows, kind=PROMPT_ROWS, template=PROMPTS, **settings):
+    """Examples of rows, or of the rows of a file. Each letter is a token."""
     if not isinstance(rows, list):
         rows = load_rows(str(rows), read=kind.read)
     else:
         rows = pack_rows(rows)
-    template = ChatTemplate(tokenizer or make_tokenizer())
+    template = ChatTemplate(make_tokenizer(template))
     return Examples(rows, template, kind, **{"max_length": 99} | settings)
 
 
@@ -218,8 +212,8 @@ def test_prompts_are_the_templates_tokens_and_tools_pass_through(monkeypatch):
     with_tools = {**make_rows([1])[0], "tools": [{"w": 0}]}
     rows = [*make_rows([2]), {"messages": "w w", "answer": 0}, with_tools]
     prompts = make_examples(rows, max_length=20)
-    tools = [0, 3, 0, 0, 0]  # [{' w ': 0 }]
-    assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
+    texts = [prompts.template.decode(prompt.tokens) for prompt in prompts]
+    assert texts == ["-ww?", "w w", "[{'w': 0}]w?"]
     assert all(type(token) is int for token in prompts[0].tokens)
     assert [(prompt.index, prompt.row) for prompt in prompts] == list(enumerate(rows))
 
@@ -230,7 +224,7 @@ def test_a_system_prompt_may_have_a_name():
 
 
 def test_long_prompts_are_dropped_and_counted():
-    rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
+    rows = make_rows([3, 9, 4, 10])  # two tokens more with - and ?
     prompts = make_examples(rows, max_length=6)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts] == [(0, 3), (2, 4)]
@@ -367,29 +361,17 @@ def test_test_rows_are_held_out_by_their_content_without_their_copies():
 
 OTHERS = read_cases("rows_of_other_projects")
 USER, REPLY = OTHERS["user"], OTHERS["reply"]
-GOOD_PAIR = {"messages": [USER], "chosen": "w", "rejected": "w w"}
-TURNS = (
-    "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}"
-    "<e>{% endif %}{% endfor %}"
-)
-
-
-def with_eos(template=TURNS):
-    """The tokenizer above. The template ends assistant turns with the end of sequence, token 4."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<e>"})
-    tokenizer.chat_template = template
-    return tokenizer
+GOOD_PAIR = {"messages": [USER], "chosen": "w", "rejected": "ww"}
 
 
 def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
     rows = [
         {"prompt": [USER], "completion": "?", "label": True},
-        {"prompt": user("? ?"), "completion": [{**REPLY, "content": "w w"}], "label": 0},
+        {"prompt": user("??"), "completion": [{**REPLY, "content": "ww"}], "label": 0},
         GOOD_PAIR,
     ]
     file = write(tmp_path / "a.jsonl", rows)
-    examples = list(make_examples(file, LABELLED_ROWS, with_eos()))
+    examples = list(make_examples(file, LABELLED_ROWS, TURNS))
     config = SimpleNamespace(dpo=SimpleNamespace(loss="kto"), data=SimpleNamespace(max_length=5))
     batch = make_dpo_batch(SimpleNamespace(config=config), examples)
     assert batch.label.tolist() == [1, 0, 1, 0]
@@ -414,9 +396,9 @@ def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
 
 
 def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
-    rows = [GOOD_PAIR, {**GOOD_PAIR, "rejected": "w w w w"}, {**GOOD_PAIR, "chosen": "w w w w w"}]
+    rows = [GOOD_PAIR, {**GOOD_PAIR, "rejected": "wwww"}, {**GOOD_PAIR, "chosen": "wwwww"}]
     path = write(tmp_path / "a.jsonl", rows)
-    examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
+    examples = make_examples(path, PAIR_ROWS, TURNS, max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
     assert [example.index for example in examples] == [0, 1]
 
@@ -426,10 +408,10 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     [(kind, *case) for kind, cases in read_cases("malformed_rows").items() for case in cases],
 )
 def test_malformed_row_names_file_row_and_remedy(tmp_path, kind, row, message):
-    tokenizer = with_eos(
+    template = (
         "{% for m in messages %}{% if m.content == 'refuse' %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
-        " {{ m.content }}{% endfor %}<e>"
+        "{{ m.content }}{% endfor %}<|im_end|>"
     )
     row_kind, good = {
         "ppo": (PROMPT_ROWS, {"messages": user("x"), "answer": 1}),
@@ -441,7 +423,7 @@ def test_malformed_row_names_file_row_and_remedy(tmp_path, kind, row, message):
     lines = [line if isinstance(line, str) else json.dumps(line) for line in (good, row, good)]
     file.write_text("\n\n".join(lines))
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
-        make_examples(file, row_kind, tokenizer)
+        make_examples(file, row_kind, template)
 
 
 def read(tmp_path, capsys, reader, row, **columns):
@@ -489,11 +471,11 @@ def test_rows_of_public_data_sets_are_read_as_they_come(tmp_path, capsys, kind, 
     assert {column: seen.get(column) for column in case["expected"]} == case["expected"]
 
 
-@pytest.mark.parametrize(("row", "tokens", "mask"), OTHERS["sft"])
-def test_conversations_of_other_projects_are_trained(tmp_path, row, tokens, mask):
-    path = write(tmp_path / "a.jsonl", [row])
-    [example] = make_examples(path, SFT_ROWS, with_eos())
-    assert example.sequences == [(tokens, mask)]
+@pytest.mark.parametrize(("row", "text", "mask"), OTHERS["sft"])
+def test_conversations_of_other_projects_are_trained(tmp_path, row, text, mask):
+    examples = make_examples(write(tmp_path / "a.jsonl", [row]), SFT_ROWS, TURNS)
+    [[(tokens, found)]] = [example.sequences for example in examples]
+    assert examples.template.decode(tokens) == text.replace(".", "<|im_end|>") and found == mask
 
 
 def test_an_unusual_role_warns_once(tmp_path, capsys):
