@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 from chat_families import BYTES, DATE, FAMILIES, TEMPLATES, TOOLS, make_template, write_calls
+from env_helpers import env_of
 from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example, render_sft
 from rl2.engine.base import Generation, SamplingParams
-from rl2.env.contract import EnvFailures, Turn
+from rl2.env.contract import EnvFailures
 from rl2.env.load import make_env
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import begin_group, place_reward
@@ -152,24 +153,13 @@ class ScriptedEngine:
         return Generation(list(tokens), logps, reason, self.version)
 
 
-class ScriptedEnv:
-    def __init__(self, writer: Writer):
-        self.writer = writer
+def play(template: ChatTemplate, engine: ScriptedEngine, messages: list, tools=None, env=None):
+    """The trajectory that begins with `messages`, played to its end.
 
-    has_object, asked, tools = False, set(), []
-
-    async def answer(self, messages, row, key, inputs):
-        return Turn(self.writer.environment_messages())
-
-    async def score(self, messages, row, key, inputs):
-        return {"reward": 1.0}
-
-    async def end(self, key):
-        pass
-
-
-def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, tools=None):
-    """The trajectory that begins with `messages`, played to its end."""
+    Without an env the writer of the engine gives the messages of the environment.
+    """
+    write = engine.writer.environment_messages
+    env = env or env_of(lambda messages: 1.0, interact=lambda messages: write())
     ends = template.tokenizer.convert_tokens_to_ids(engine.writer.family.ends)
     params = SamplingParams(max_new_tokens=500, stop_token_ids=tuple(ends))
     player = Player(engine, {"": env}, template, EnvFailures(0.0), max_turns=5, max_length=10**6)
@@ -177,6 +167,7 @@ def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, to
     group = begin_group(0, Example(0, row, [(template.encode_prompt(messages, tools), [])]), 1)
     engine.trajectory = group.trajectories[0]
     asyncio.run(player.play(engine.trajectory, params, (0,)))
+    env.close()
     assert engine.trajectory.finish_reason in ("stop", "length"), player.failures.last
     place_reward(engine.trajectory)
     return engine.trajectory
@@ -191,7 +182,7 @@ def test_every_sampled_token_is_trained_once_behind_what_the_policy_saw(name):
         writer = Writer(name, template, seed)
         engine = ScriptedEngine(writer)
         tools = writer.tools()
-        trajectory = play(template, engine, ScriptedEnv(writer), writer.prompt(), tools)
+        trajectory = play(template, engine, writer.prompt(), tools)
         num_turns += trajectory.num_turns
         check_prompts(template, engine, tools)
         check_replies(template, trajectory, engine)
@@ -280,7 +271,7 @@ def test_tools_are_shown_called_and_answered_token_by_token(name):
     engine = ScriptedEngine(Caller(name, template))
     env = make_env({"make_env": Look})
     with mock.patch("rl2.rollout.player.find_unshown", return_value=[]):
-        trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
+        trajectory = play(template, engine, [{"role": "user", "content": "Where?"}], env=env)
     results = [m for m in trajectory.messages if m["role"] == "tool"]
     assert [m["name"] for m in results] == ["look"] * 3 and trajectory.num_turns == 3
     assert [m["content"] for m in results] == [
@@ -315,9 +306,8 @@ def test_turns_share_a_sequence_where_the_template_keeps_the_text_before(name):
         system = [{"role": "system", "content": "Be brief."}] if with_system else []
         writer = CleanReplies(name, template, 0)
         writer.rng.random = lambda: 1.0  # no request is aborted
-        env = ScriptedEnv(writer)
         writer.environment_messages = iter([[question], [question], []]).__next__
-        trajectory = play(template, ScriptedEngine(writer), env, [*system, question])
+        trajectory = play(template, ScriptedEngine(writer), [*system, question])
         assert trajectory.num_turns == 3 and len(trajectory.samples) == expected
 
 

@@ -55,6 +55,7 @@ SAME = [  # (kind, a row, another one that says the same)
     (SFT_ROWS, {"messages": [USER, call("")]}, {"messages": [USER, call({})]}),
     (SFT_ROWS, {"messages": [USER, call(None)]}, {"messages": [USER, call({})]}),
     (SFT_ROWS, {**TALK, "completion": "v"}, TALK),
+    (SFT_ROWS, {**TALK, "images": [], "videos": None, "audios": ""}, TALK),
     (
         SFT_ROWS,
         {"system": "Be brief.", "instruction": "Add.", "context": "1 2", "response": "w"},
@@ -289,11 +290,3 @@ def test_calls_of_sharegpt_are_calls_and_bare_functions_are_tools(tmp_path, name
     turns[1]["weight"] = 0
     with pytest.raises(ValueError, match="every reply has weight 0"):
         read(tmp_path, row, name)
-
-
-def test_a_question_about_media_is_refused(tmp_path):
-    for media in ("image", "video", "audio"):
-        row = {**TALK, f"{media}s": []}
-        read(tmp_path, row, "chatml")
-        with pytest.raises(ValueError, match=f"column '{media}s'.*data.columns.{media}s=unused"):
-            read(tmp_path, row | {f"{media}s": ["1.jpg"]}, "chatml")
