@@ -105,13 +105,6 @@ def make_template(name: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, date=DATE)
 
 
-def make_call(name: str, arguments: dict, number: int = 0, is_text: bool = False) -> dict:
-    """A call in a message, with an id that templates of Mistral take."""
-    arguments = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"{number:09}", "type": "function", "function": function}
-
-
 def write_calls(template: ChatTemplate, family: Family, content: str, *calls: tuple) -> str:
     """A turn with calls (name, arguments) as the template writes it.
 
@@ -120,10 +113,13 @@ def write_calls(template: ChatTemplate, family: Family, content: str, *calls: tu
     if not family.syntax:
         bare = [{"name": name, "arguments": arguments} for name, arguments in calls]
         return f"{content}\n```json\n{json.dumps(bare)}\n```"
-    is_text = family.syntax == "deepseek"
-    tool_calls = [make_call(*call, i, is_text) for i, call in enumerate(calls)]
-    if family.syntax == "kimi":  # writes ids in place of names
-        for i, (name, _) in enumerate(calls):
-            tool_calls[i]["id"] = f"functions.{name}:{i}"
+    tool_calls = []
+    for i, (name, arguments) in enumerate(calls):
+        if family.syntax == "deepseek":
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        # Kimi's template writes ids in place of names, Mistral's take nine characters.
+        call_id = f"functions.{name}:{i}" if family.syntax == "kimi" else f"{i:09}"
+        function = {"name": name, "arguments": arguments}
+        tool_calls.append({"id": call_id, "type": "function", "function": function})
     message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
     return template.render_turn(message, TOOLS)

@@ -58,12 +58,9 @@ def test_the_model_answers_and_remembers(folder, talk, monkeypatch):
         assert status == 0 and printed.strip() == "\n".join(replies).strip(), errors
 
 
-def test_where_there_is_no_model_it_says_so(folder, talk):
+def test_a_folder_without_a_model_that_talks_is_refused(folder, talk):
     status, _, errors = talk(folder)
     assert status == 2 and "holds no model" in errors
-
-
-def test_a_reward_model_is_refused(folder, talk):
     model = folder / "scores"
     model.mkdir()
     config = json.loads((folder / "run/model/config.json").read_text())

@@ -23,21 +23,15 @@ FAMILIES = {
 }
 
 
-def format_of(name):
-    config = AutoConfig.from_pretrained(name)
-    return CheckpointFormat(empty_language_model(config))
+def check_files(name):
+    """What the trainer sends becomes what is stored; a tied head is in neither.
 
-
-def weights_of(name):
-    """Parameters and buffers as the trainer sends them: by their names in transformers."""
+    It sends parameters and buffers by their names in transformers.
+    """
     config = AutoConfig.from_pretrained(name)
     model = language_model_class(config).from_pretrained(name, dtype=torch.float32)
-    return [*model.named_parameters(), *persistent_buffers(model)]
-
-
-def check_files(name):
-    """The converted weights and the stored ones are equal; a tied head is in neither."""
-    converted = list(format_of(name).convert(weights_of(name)))
+    sent = [*model.named_parameters(), *persistent_buffers(model)]
+    converted = list(CheckpointFormat(empty_language_model(config)).convert(sent))
     stored = load_file(Path(name) / "model.safetensors")
     assert sorted(key for key, _ in converted) == sorted(stored)
     for key, weight in converted:
@@ -67,7 +61,8 @@ def test_experts_leave_before_the_next_weight_is_made(tmp_path):
             yield key, weight
 
     sources = {}
-    for key, _ in format_of(name).convert(make()):
+    empty = empty_language_model(AutoConfig.from_pretrained(name))
+    for key, _ in CheckpointFormat(empty).convert(make()):
         sources.setdefault(made[-1], []).append(key)
     assert list(sources) == made
     prefix = "model.layers.1.mlp.experts"
