@@ -127,6 +127,7 @@ def test_a_mistake_of_the_user_is_told_in_words(tmp_path, monkeypatch, try_env):
     (tmp_path / "env.py").write_text("def reward_fn(:\n")
     monkeypatch.chdir(ROOT)
     code = ([tmp_path / "env.py", "data.path=examples/rows/gsm8k.jsonl"], "invalid syntax")
-    for words, expected in ((["data.pth=x"], "did you mean data.path"), code):
+    rows = (["boxed", "data.path=lost.jsonl"], "- data.path: lost.jsonl: no such file")
+    for words, expected in ((["data.pth=x"], "did you mean data.path"), code, rows):
         status, _, err = try_env(*words)
         assert status == 2 and expected in err and "problem" in err, err

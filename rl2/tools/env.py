@@ -47,7 +47,10 @@ def main() -> None:
             raise ValueError("data.path has several sources: give the rows of one, data.path=ROWS")
         if isinstance(config.rollout.env_path, dict):
             raise ValueError("rollout.env_path has several envs: give one, rl2 env FILE")
-        all_rows = load_rows(data.path, "train", PROMPT_ROWS.read, data.columns)
+        try:
+            all_rows = load_rows(data.path, "train", PROMPT_ROWS.read, data.columns)
+        except ValueError as error:
+            raise ValueError(f"data.path: {error}") from error
         rows = [all_rows[i] for i in range(min(options.rows, len(all_rows)))]
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config.rollout, rows, cases))
