@@ -313,6 +313,7 @@ def test_documents_of_several_chunks(name):
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="rl2")
     columns = plain_columns(plain, samples)
     model = TokenModel(hf, Ring(), attachments=[RecurrentLayers(hf)])
+    assert model.repeats_prompts  # so plans of packs count a prompt once for each of its answers
     packed = packed_columns(model, collate(samples))
     torch.testing.assert_close(packed, columns, rtol=0, atol=1e-4)
     for scores in (columns, packed):
