@@ -331,6 +331,11 @@ def test_a_mixture_in_the_order_of_its_files():
     assert names == [("a", 0), ("b", 4), ("a", 1), ("a", 2), ("b", 5), ("a", 3)]
 
 
+def test_a_mixture_is_as_long_as_its_longest_source():
+    sources = {str(length): make_examples(make_rows([length])) for length in (1, 3, 2)}
+    assert Mixture(sources).longest == sources["3"].longest
+
+
 def contents(sets):
     return {e.row["messages"][0]["content"] for examples in sets.values() for e in examples}
 

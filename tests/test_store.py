@@ -214,12 +214,14 @@ def test_one_process_builds_and_the_next_one_takes_over_if_it_is_killed(tmp_path
     assert len(tables(tmp_path / "cache")) == 1
 
 
-def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):
+def test_the_hash_of_a_path_is_that_of_its_files(tmp_path, monkeypatch):
     """A run that only evaluates has no data.path."""
     monkeypatch.chdir(tmp_path)
     assert hash_data("") == ""
     (tmp_path / "rows.jsonl").write_text("{}")
     assert hash_data("") == ""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hash_data("~/rows.jsonl") == hash_data("rows.jsonl") != ""
 
 
 def test_a_damaged_table_is_refused_with_the_remedy(cache, tmp_path):

@@ -97,6 +97,7 @@ NAMED = [  # (template, kind, row, what is printed of it)
     ("chatml", SFT_ROWS, {"prompt": "hello", "completion": "w", **NOT_READ}, COLUMNS),
     ("chatml", PAIR_ROWS, {"prompt": "hello", **PAIR, **NOT_READ}, COLUMNS),
     ("chatml", LABELLED_ROWS, {"prompt": "hello", **LABELLED, **NOT_READ}, COLUMNS),
+    ("llama3", PAIR_ROWS, {"messages": [USER], **PAIR, "chosen": REASON}, "not show chosen.reason"),
 ]
 
 
@@ -237,11 +238,19 @@ def test_text_that_begins_like_json_is_text(tmp_path, text):
     assert read(tmp_path, row, "chatml", PAIR_ROWS)[0][1].startswith(text)
 
 
+def test_both_replies_of_a_pair_see_the_tools(tmp_path):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "description": "Looks it up.", "parameters": parameters}
+    row = {"messages": [USER], **PAIR, "tools": [{"type": "function", "function": function}]}
+    for text, _ in read(tmp_path, row, "qwen3", PAIR_ROWS):
+        assert "Looks it up." in text
+
+
 def test_labels_of_csv_are_read(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("prompt,completion,label\na,b,True\na,c,false\n")
+    path.write_text("prompt,completion,label\na,b,True\na,c,false\na,d,1\na,e,0\n")
     examples = load_rows(str(path), read=read_labelled_row)
-    assert [labels(row) for row in examples] == [[True], [False]]
+    assert [labels(row) for row in examples] == [[True], [False], [True], [False]]
 
 
 def test_a_missing_chat_template_is_no_fault_of_the_rows(tmp_path):
