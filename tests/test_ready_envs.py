@@ -514,6 +514,12 @@ def test_a_busy_judge_is_asked_again_after_longer_pauses_until_its_deadline(judg
     assert judged(judge, "another good one") == 1.0, "a failure is not cached"
 
 
+def test_a_request_waits_for_the_end_of_another_one(judge, monkeypatch):
+    monkeypatch.setattr(judge, "SLOTS", threading.Semaphore(0))
+    threading.Timer(0.2, judge.SLOTS.release).start()
+    assert judged(judge, "good") == 1.0 and judge.time.sleeps == []
+
+
 def test_a_judge_that_does_not_answer_is_given_up(judge, judge_server):
     judge.TIMEOUT_SECONDS = 0.3
     stop = threading.Event()
