@@ -39,7 +39,7 @@ from rl2.trainer.dpo import make_batch as make_dpo_batch
 from rl2.trainer.dpo import mismatch
 
 PROMPTS = (
-    "{{ tools or '-' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ '-' if tools is none else tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}?{% endif %}"
 )
 TURNS = (
