@@ -53,8 +53,7 @@ def user(content):
 
 
 ROWS = [
-    {"messages": user(f"what is {i}\u2028?"), "answer": str(i), "level": "w" * 200_000}
-    for i in range(3)
+    {"messages": user(f"what is {i}\u2028?"), "answer": str(i), "level": "easy"} for i in range(3)
 ]
 
 
@@ -145,6 +144,12 @@ def test_csv_row_is_named_by_its_first_line(tmp_path):
     _, fewer, more = str(error.value).splitlines()
     assert f"{file}, row 4: expected a cell for each column of the header, got fewer" in fewer
     assert f"{file}, row 6:" in more and "got more" in more
+
+
+def test_csv_cell_may_be_long(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text(f"messages,answer\n{'w' * 200_000},1\n")
+    assert len(load_rows(str(file))[0]["messages"]) == 200_000
 
 
 @pytest.mark.parametrize("case", read_cases("data_files"), ids=str)
