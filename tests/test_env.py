@@ -304,15 +304,12 @@ def test_preflight_tries_what_fails_now_and_then_again(tmp_path):
     assert len(list(tmp_path.glob("call_*"))) > 24
 
 
-ONE_TURN = "rollout.max_turns=1.*at least 2"
-
-
 @pytest.mark.parametrize("text, row, max_turns, message", CASES["refused_by_the_trial"])
 def test_preflight_refuses_an_env_that_cannot_work(tmp_path, text, row, max_turns, message):
     env = load(tmp_path, text)
     with pytest.raises(ValueError, match=message):
         preflight(env, {"data.path": [row]}, max_turns)
-    if message == ONE_TURN:
+    if message == CASES["one_turn"]:
         assert not preflight(env, {"data.path": [row]}, 2)
         with pytest.raises(ValueError, match="rollout.partial=true moves trajectories"):
             preflight(env, {"data.path": [row]}, 2, is_partial=True)
