@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from common import pack_rows, read_cases, run
+from common import pack_rows, run
 from env_helpers import call_text, load_text, play, trained_text
 from scripted import make_row, process_group  # noqa: F401
 
@@ -171,9 +171,44 @@ def test_objects_are_closed_when_the_engine_fails_and_the_program_ends(tmp_path)
     assert done.stdout == "closed\n" and "shutdown" not in done.stderr
 
 
+# As the documentation of TRL's environment_factory shows them: state on the object, results as
+# text, an exception where a call is not allowed.
+TRL_ENV = '''
+    class CounterEnv:
+        def __init__(self):
+            self.counter = 0
+
+        def reset(self, **kwargs) -> str | None:
+            self.counter = 0
+            self.done = False
+            return None
+
+        def increment(self, step: int) -> int:
+            """
+            Increment the internal counter.
+
+            Args:
+                step: Value to add to the counter.
+
+            Returns:
+                The updated counter value.
+            """
+            if self.done:
+                raise ValueError("Game over.")
+            self.counter += step
+            self.done = self.counter > 5
+            return self.counter
+
+    def reward_fn(environment):
+        return environment.counter
+
+    make_env = CounterEnv
+'''
+
+
 @pytest.mark.parametrize("isolation, prefix", CALLS)
 def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation, prefix):
-    env = read_cases("env_files")["trl"].replace("def increment", f"{prefix}def increment")
+    env = TRL_ENV.replace("def increment", f"{prefix}def increment")
     script = [
         "I add. " + call_text("increment", step=2) + call_text("increment", step=4),
         call_text("increment", step=1),

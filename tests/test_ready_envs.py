@@ -584,16 +584,40 @@ def test_requests_to_a_judge_are_limited(judge, judge_server):
         judged(judge, "another")
 
 
+SUMS = """
+import verifiers.v1 as vf
+__all__ = ["Sums"]
+class Data(vf.TaskData):
+    answer: int
+class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
+    async def setup(self, trace, runtime):
+        trace.info["prompt"] = [message.content for message in trace.messages]
+    @vf.reward(weight=2.0)
+    async def right(self, trace):
+        assert trace.info["prompt"] == ["Be brief.", self.data.prompt] and trace.num_turns == 1
+        if trace.last_reply == "fail":
+            raise ValueError("cannot score")
+        return float(trace.last_reply == str(self.data.answer))
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    INFINITE = True
+    def load(self):
+        a = 0
+        while True:
+            data = Data(prompt=f"{a} + 5 =", system_prompt="Be brief.", answer=a + 5)
+            yield Sum(data, self.config.task)
+            a += 1
+"""
+
+
 def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
     """The env of a plain taskset asks for one turn. Its tasks are read from their index alone.
 
     A task that needs a container is refused.
     """
     pytest.importorskip("verifiers.v1", reason="pip install verifiers")
-    sums = CASES["a_taskset_of_verifiers"]
-    (tmp_path / "sums_of_five.py").write_text(sums)
+    (tmp_path / "sums_of_five.py").write_text(SUMS)
     head = "class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):\n"
-    boxed_sums = sums.replace(head, f"{head}    NEEDS_CONTAINER = True\n")
+    boxed_sums = SUMS.replace(head, f"{head}    NEEDS_CONTAINER = True\n")
     (tmp_path / "boxed_sums.py").write_text(boxed_sums)
     monkeypatch.syspath_prepend(tmp_path)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
