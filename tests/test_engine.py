@@ -143,6 +143,21 @@ def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llam
     assert reasons == {("stop", True), ("stop", False), ("length", False)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_requests_change_no_bit_when_deterministic(llama, dtype):
+    """An answer has the same bits alone and with others, in any order and in any slot."""
+    engine = make_engine(llama, dtype, max_running_requests=5)
+    prompts = make_prompts(13)
+    params = {"max_new_tokens": 80, "stop_token_ids": (10, 11)}
+    seeds = [(3, i) for i in range(13)]
+    together = to_tuples(play(engine, prompts, seeds, **params))
+    reverse_order = to_tuples(play(engine, prompts[::-1], seeds[::-1], **params))[::-1]
+    assert together == reverse_order
+    for number in (0, 5, 12):
+        [alone] = to_tuples(play(engine, [prompts[number]], [seeds[number]], **params))
+        assert alone == together[number]
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, deterministic):
     """There are two slots. One answer of 8 tokens and 7 answers of one token take 8 steps."""

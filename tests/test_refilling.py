@@ -1,6 +1,7 @@
 """Tests of which groups a step trains, with scripted engines: rollout.filter, its refills and
 order, max_staleness, and what is added to the rewards."""
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -124,6 +125,21 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         health.check({**metrics, "actor/lr": 0.1, "actor/grad_norm": 0.0, "step": step})
     with pytest.raises(RuntimeError, match=r"no group was within rollout.filter.*3 x data"):
         health.stop_if_diverged()
+
+
+def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkeypatch):
+    """The reward of the first answer comes long after its last token."""
+    collector = make_collector(tmp_path, [2, 1], {}, 1, filter=SOME, max_refills=1)
+    env = collector.player.envs[""]
+    score = env.score
+
+    async def score_first_one_late(messages, row, key, inputs):
+        if key[1] % 2 == 0:
+            await asyncio.sleep(0.3)
+        return await score(messages, row, key, inputs)
+
+    monkeypatch.setattr(env, "score", score_first_one_late)
+    assert rows_of(collector.collect(1)) == ([1], [0])
 
 
 def test_a_group_whose_environment_failed_is_replaced(tmp_path):

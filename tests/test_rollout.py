@@ -101,6 +101,15 @@ def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, 
     assert 4 < player.engine.max_num_running <= most
 
 
+def test_a_trajectory_that_was_cancelled_is_not_trained(tmp_path):
+    def cancel(turn, seed):
+        raise asyncio.CancelledError
+
+    collector, prompts, _ = make_agent(tmp_path, cancel, ANSWER_ENV)
+    with pytest.raises(AssertionError, match="cancelled"):
+        collector.play(prompts, PARAMS, 1, "train", 1)
+
+
 def test_an_engine_that_fails_ends_the_rollout_at_once(tmp_path):
     collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, ANSWER_ENV, 40)
     collector.deterministic = False
