@@ -57,8 +57,8 @@ def make_config(config_class=PPOConfig, **trainer):
     return config
 
 
-@pytest.fixture(autouse=True)
-def _one_process(monkeypatch):
+@pytest.fixture
+def one_process(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
 
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
         MetricsFile(tmp_path).write({"step": 1}, {})
 
 
-def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch):
+def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch, one_process):
     def names(service, **keys):
         monkeypatch.setattr(loggers, "start_wandb", lambda folder, config: service)
         log = MetricsLog(Path("runs/x"), make_config(**keys), 3, num_steps=5)
@@ -81,7 +81,7 @@ def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeyp
 
 
 def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, one_process
 ):
     """The clock of this test: a save of 2 s after the first line counts to the second one."""
     clock = iter([100.0, 101.0, 104.0, 107.0, 108.0, 110.0, 110.25, 113.0])
@@ -102,7 +102,9 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     assert second["memory/peak_gib"] == pytest.approx(peak_bytes / 2**30, rel=0.01)
 
 
-def test_the_warnings_of_a_step_are_in_its_line_told_once_and_counted(tmp_path, capsys):
+def test_the_warnings_of_a_step_are_in_its_line_told_once_and_counted(
+    tmp_path, one_process, capsys
+):
     log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, 3)
     for step, same in enumerate(({}, SAME | {"actor/kl": math.inf}, {}, SAME), 1):
         log.write(step, METRICS | same)
@@ -470,7 +472,9 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     assert data["num_steps"] == 0 and data["rollouts"] == []
 
 
-def test_a_run_writes_its_report_and_a_failure_is_a_warning(tmp_path, capsys, monkeypatch):
+def test_a_run_writes_its_report_and_a_failure_is_a_warning(
+    tmp_path, one_process, capsys, monkeypatch
+):
     def close(step):
         log = MetricsLog(tmp_path, make_config(), 0, 2)
         log.write(step, METRICS)
