@@ -67,9 +67,9 @@ def used_gib() -> float:
     return (total - free) / 2**30
 
 
-def check_memory_is_free(before: float) -> None:
-    """Checks that no more GPU memory is in use than before, 20 seconds from now at the latest."""
-    ends = time.monotonic() + 20
+def check_memory_is_free(before: float, seconds: float = 20) -> None:
+    """Checks that no more GPU memory is in use than before, so many seconds from now at most."""
+    ends = time.monotonic() + seconds
     while (left := used_gib() - before) > 0.5 and time.monotonic() < ends:
         time.sleep(0.5)
     record(left_gib=left)
