@@ -17,10 +17,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stderr", "is_shown", "num_lines"),
-    [(io.StringIO(), True, 1), (Terminal(), True, 0), (io.StringIO(), False, 0)],
+    ("kind", "is_shown", "num_lines"),
+    [(io.StringIO, True, 1), (Terminal, True, 0), (io.StringIO, False, 0)],
 )
-def test_rank_0_without_a_terminal_writes_lines(stderr, is_shown, num_lines, monkeypatch):
+def test_rank_0_without_a_terminal_writes_lines(kind, is_shown, num_lines, monkeypatch):
+    stderr = kind()
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
     monkeypatch.setattr(sys, "stderr", stderr)
     with Bar("rollout", 8, "groups", is_shown) as bar:
