@@ -1,6 +1,6 @@
 """Tests of rl2/algorithms and of the losses of the trainers.
 
-Estimators are compared with loops in plain Python, losses with formulas that need no masks.
+Estimators are compared with loops in plain Python, losses with formulas on whole columns.
 """
 
 import math
@@ -92,6 +92,7 @@ def make_case(seed, huge_padding=True):
     tokens are not sampled, and some trajectories have no sampled token. The ids of groups and
     trajectories are not sorted.
     """
+    # From here on there are groups that have failed or have one trajectory, and rows of one token.
     rng = random.Random(1460 + seed)
     groups = []  # the group id of each trajectory
     for group in rng.sample(range(100), rng.randint(1, 4)):
