@@ -97,8 +97,9 @@ def test_a_row_that_shares_no_prompt_is_one_segment():
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_zigzag_assigns_every_token_and_every_pair_with_its_candidates_once(seed, size, share):
-    """Also after rows are selected; the last one has no candidates."""
+    """Also after rows are selected, and where a mask has holes; the last row has no candidates."""
     batch = make_ragged_batch(seed).select([*range(1, 12), 0])
+    batch.mask[1, ::2] = 0
     packed = pack(batch, share)
     parts = [zigzag(packed, size, rank) for rank in range(size)]
     assert sum(part.tokens.shape[1] for part in parts) == packed.tokens.shape[1]
