@@ -4,7 +4,7 @@
 # makes both in a few minutes (12 GB). bash tests/newest.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-engine_files=(tests/test_{checkpoint,engine,mesh,model,sglang_engine}.py)
+engine_files=(tests/test_{checkpoint,engine,mesh,head,sglang_engine}.py)
 run_tests() { # run_tests ENVIRONMENT [pytest arguments]
     local python=$1/bin/python
     shift

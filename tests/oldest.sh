@@ -18,5 +18,5 @@ if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
     echo "$fingerprint" >"$env/installed"
 fi
 # The longest tests run with the tested versions alone.
-files=(tests/test_{trainer,worker,checkpoint,engine,examples,model,chat,templates,data,lora,rollout,env_objects,mesh}.py)
+files=(tests/test_{trainer,worker,checkpoint,engine,examples,head,chat,templates,data,lora,rollout,env_objects,mesh}.py)
 OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q -m "not nightly" --durations=10 -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "${files[@]}" "$@"
