@@ -123,7 +123,8 @@ def check_no_process_left(others: set[int]) -> None:
     assert not left, f"processes of the engine are left: {left}"
 
 
-def full_weights(actor):
+def sent_weights(actor):
+    """What the trainer sends to an engine."""
     return actor.iter_full_weights(actor.dtype)
 
 
@@ -132,12 +133,12 @@ def check_verification(engine, actor, package):
 
     Equal weights pass. The error names a weight that differs. Then the right weights are loaded.
     """
-    engine.verify_weights(full_weights(actor), actor.version)
+    engine.verify_weights(sent_weights(actor), actor.version)
     wrong = (
         (name, weight.clone().index_fill_(0, torch.tensor(1), 0.5))
         if "o_proj" in name
         else (name, weight)
-        for name, weight in full_weights(actor)
+        for name, weight in sent_weights(actor)
     )
     try:
         engine.verify_weights(wrong, actor.version)
@@ -146,7 +147,7 @@ def check_verification(engine, actor, package):
         assert "o_proj" in str(error), error
     else:
         assert engine.index is None, "other weights were not noticed"
-    engine.load_weights(full_weights(actor), actor.version)
+    engine.load_weights(sent_weights(actor), actor.version)
 
 
 def check_sampling(engine, prompts, model, check, length):
@@ -231,7 +232,7 @@ def check_other_weights(engine, actor, prompts, model, check, length):
     for _ in range(2):
         actor.update(make_batch(), policy_loss, with_entropy=True)
     engine.wake()
-    engine.load_weights(full_weights(actor), actor.version)
+    engine.load_weights(sent_weights(actor), actor.version)
     generations = play(engine, prompts, max_new_tokens=length)
     stale = logp_gaps(generations, prompts, model, 1.0)
     weights = dict(actor.iter_full_weights(torch.float32))
@@ -240,7 +241,7 @@ def check_other_weights(engine, actor, prompts, model, check, length):
     gaps = check(generations, prompts, model, 1.0)
     assert not generations or 3 * gaps.mean() + 0.03 < stale.mean(), "the load was not seen"
     assert all(out.version == 2 for out in generations)
-    engine.verify_weights(full_weights(actor), actor.version)
+    engine.verify_weights(sent_weights(actor), actor.version)
 
 
 def check_contract(engine, settings, actor, package):

@@ -14,10 +14,10 @@ from engine_contract import (
     check_other_weights,
     check_refused,
     check_sampling,
-    full_weights,
     logp_gaps,
     make_prompts,
     play,
+    sent_weights,
 )
 from figures import record
 from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib, worker_config
@@ -44,7 +44,7 @@ def start(kind, actor, max_running_requests):
     engine = pkgutil.resolve_name(ENGINES[kind])(settings)
     record(start_seconds=time.perf_counter() - before)
     check_attributes(engine, settings)
-    engine.load_weights(full_weights(actor), actor.version)
+    engine.load_weights(sent_weights(actor), actor.version)
     return engine
 
 
@@ -77,7 +77,7 @@ def contract(kind, max_running_requests):
     greedy = greedy_tokens(engine, prompts)
     check_refused(engine, [], "no tokens", max_new_tokens=1)
     check_refused(engine, [1024], "vocabulary", max_new_tokens=1)
-    engine.verify_weights(full_weights(actor), actor.version)
+    engine.verify_weights(sent_weights(actor), actor.version)
     aborted = abort_all(engine, prompts * 8, max_new_tokens=400)
     assert all(len(out.tokens) == len(out.logps) <= 400 for out in aborted)
     assert any(out.finish_reason == "abort" for out in aborted)
@@ -113,7 +113,7 @@ def check_sleep(actor, engine, before):
     `before` is the GPU memory in use, in GiB, when there was no engine. Memory, open files and
     shared memory do not grow with the rounds, and answers stay.
     """
-    size = sum(weight.nbytes for _, weight in full_weights(actor))
+    size = sum(weight.nbytes for _, weight in sent_weights(actor))
     running = used_gib()
     prompts = make_prompts(8, 50, 1000)
     rounds, files, shared, answers = [], [], [], []
@@ -121,7 +121,7 @@ def check_sleep(actor, engine, before):
         times, used = {}, {}
 
         def load(version=version):
-            engine.load_weights(full_weights(actor), version)
+            engine.load_weights(sent_weights(actor), version)
 
         for verb, call in {"sleep": engine.sleep, "wake": engine.wake, "load": load}.items():
             start = time.perf_counter()
