@@ -167,8 +167,8 @@ class _LayerRun:
 
 
 def keep_attention() -> tuple[_LayerRun, _LayerRun]:
-    """The `context_fn` of torch's checkpoint: what a layer's attention gives is kept for the pass
-    in which the layer runs again (Li et al., 2023, arXiv:2310.03294).
+    """The contexts of a layer's two runs: what its attention gives in the first one is kept for the
+    second one (Li et al., 2023, arXiv:2310.03294).
 
     It takes as much memory as the input of the layer, and spares the kernels and the ring.
     """

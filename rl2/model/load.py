@@ -117,7 +117,7 @@ def load_model(
         mesh,
         settings.dtype if trainable else None,
         trainable and settings.config.gradient_checkpointing,
-        recompute_context=keep_attention,
+        contexts=keep_attention,
         idle=idle_parts(hf),
     )
     fsdp.scatter(model, full, mesh, [part.change for part in attachments])

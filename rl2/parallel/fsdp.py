@@ -15,9 +15,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
+from rl2.parallel.recompute import Context, recompute
 from rl2.progress import mark, track
 
 
@@ -37,7 +37,7 @@ def shard(
     mesh: Mesh,
     compute_dtype: torch.dtype | None,
     gradient_checkpointing: bool | int,
-    recompute_context: Callable[[], Any],
+    contexts: Callable[[], tuple[Context, Context]],
     idle: Sequence[nn.Module],
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
@@ -47,8 +47,8 @@ def shard(
 
     `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
     of the first; the backward pass reaches these last, when it has freed what the others kept.
-    `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run: they
-    are sharded by themselves, and never gathered.
+    `contexts` are those of these layers. `idle` modules never run: they are sharded by themselves,
+    and never gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -65,13 +65,7 @@ def shard(
         if is_recomputed:
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.
-            layer.forward = partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=recompute_context,
-            )
+            layer.forward = partial(recompute, layer.forward, contexts)
         # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
         # 2 bytes a parameter.
         fully_shard(
