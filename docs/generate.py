@@ -102,8 +102,8 @@ TOPICS = [
     Topic("Model", r"(actor|critic)\.(model_name|dtype)"),
     Topic(
         "Layout and memory",
-        r"actor\.(\w+_size|max_\w+_per_device|gradient_checkpointing|compile|share_prompts"
-        r"|offload_\w+)",
+        r"actor\.(\w+_size|max_\w+_per_device|gradient_checkpointing|keep_gathered|compile"
+        r"|share_prompts|offload_\w+)",
     ),
     Topic("LoRA", r"actor\.(lora_.*|quantize_base)|rollout\.lora"),
     Topic(

@@ -234,11 +234,11 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str, floor: float
     return floor + (1 - floor) * factors[kind]
 
 
-def clip_gradient_(parameters: Iterable[DTensor], max_norm: float) -> float:
-    """Scales the gradient down to `max_norm`, in place. All processes must call.
+def gradient_norm(parameters: Iterable[DTensor]) -> Tensor:
+    """The norm [] in fp64 over all parameters and all processes, which all must call.
 
-    Returns its norm before that, over all parameters and all processes. A shard that several
-    processes hold counts once: each of them adds its square times shards / processes.
+    A shard that several processes hold counts once: each of them adds its square times shards /
+    processes.
     """
     gradients = []
     num_shards = []
@@ -248,9 +248,13 @@ def clip_gradient_(parameters: Iterable[DTensor], max_norm: float) -> float:
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
     counted = torch.stack(torch._foreach_mul(squares.unbind(), num_shards)) / dist.get_world_size()
     total = counted.cumsum(0)[-1]  # on the CPU a sum in this order, whatever its instructions
-    norm = all_reduce_sum_(total).sqrt().item()
+    return all_reduce_sum_(total).sqrt()
+
+
+def clip_gradient_(parameters: Iterable[DTensor], norm: float, max_norm: float) -> None:
+    """Scales the gradient, whose norm is `norm`, down to `max_norm`, in place."""
+    gradients = [local_shard(parameter.grad) for parameter in parameters]
     torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
-    return norm
 
 
 def _num_shards(parameter: DTensor) -> int:

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +26,7 @@ from rl2.model.attachment import ModelSettings
 from rl2.model.exact import EngineCheck
 from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.token_model import TokenScores, own_weights
-from rl2.optimizer import AdamW, Muon, clip_gradient_, hidden_matrices, schedule
+from rl2.optimizer import AdamW, Muon, clip_gradient_, gradient_norm, hidden_matrices, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -35,7 +34,7 @@ from rl2.parallel.device import (
     copy_to_device,
     device_kind,
 )
-from rl2.parallel.fsdp import persistent_buffers, reshard
+from rl2.parallel.fsdp import persistent_buffers
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.offload import WeightMemory
 from rl2.parallel.rank import is_first_rank
@@ -108,9 +107,9 @@ class Worker:
         self.dtype = compute_dtype(config.dtype, device)
         is_trained = num_updates > 0
         self.settings = ModelSettings(config, self.dtype, critic, is_trained)
-        self.model = load_model(self.settings, self.mesh, exactness, source)
+        self.model, self.weights = load_model(self.settings, self.mesh, exactness, source)
         self.engine_check = EngineCheck(self.model.exactness)
-        # All are DTensors, since FSDP2 shards the model.
+        # All are DTensors, but within `self.weights.computing()`.
         self.parameters = cast(dict[str, DTensor], dict(self.model.named_parameters()))
         self.trained_parameters = {n: p for n, p in self.parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
@@ -149,10 +148,9 @@ class Worker:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """A context for forward passes without a gradient, after which FSDP has its shards only."""
-        with self.memory.on_device():
+        """A context for forward passes without a gradient."""
+        with self.memory.on_device(), self.weights.computing():
             yield
-            reshard(self.model)
 
     def reference(self) -> "Worker | SharedReference":
         """Returns what scores with the model that this worker started from."""
@@ -192,6 +190,7 @@ class Worker:
         )
         reported: dict[str, float] = {}
         with self.memory.on_device(changes=True), ExitStack() as stack:
+            stack.enter_context(self.weights.computing())
             if teacher is not None:
                 stack.enter_context(teacher.passes())
             run_forward = partial(self._run_forward, batch, micro_batches)
@@ -200,8 +199,7 @@ class Worker:
                 reported |= stack.enter_context(part.in_update(run_forward, self.mesh.fsdp.size()))
             for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
-                # Copies of the model sum their gradients once, after the last micro-batch.
-                cast(FSDPModule, self.model).set_requires_all_reduce(i == len(micro_batches))
+                self.weights.before_backward(is_last=i == len(micro_batches))
                 scores = self._score_rows(micro_batch, temperature, with_entropy, teacher)
                 # The processes of a ring computed different columns; each continues with whole
                 # sequences.
@@ -212,8 +210,9 @@ class Worker:
                 for name, value in (metrics | {"loss": loss.detach()}).items():
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
-            sums = self._sum_metrics(totals)
-            norm, lr, skipped = self._step(skip is not None and skip(sums))
+            stack.close()  # the passes have ended: the weights may change
+            sums, norm = self._sum_up(totals)
+            lr, skipped = self._step(norm, skip is not None and skip(sums))
         return UpdateResult(
             loss=sums.pop("loss"),
             grad_norm=norm,
@@ -228,7 +227,6 @@ class Worker:
         """Runs the body of the model, for what its hooks count."""
         for rows in track(micro_batches):
             self.model.head_inputs(self._pack(batch.select(rows)))
-        reshard(self.model)
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
@@ -366,16 +364,23 @@ class Worker:
         is_copy = tp is not None and tp.get_local_rank() > 0
         return all_reduce_sum_(column * (not is_copy)).cpu()
 
-    def _sum_metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Sums scalars over all processes, in one collective."""
+    def _sum_up(self, totals: dict[str, Tensor]) -> tuple[dict[str, float], float]:
+        """The scalars, summed over all processes, and the gradient's norm.
+
+        The host waits here for the device, once an update.
+        """
+        if self.mesh.tp is not None:
+            all_reduce_partial_gradients(self.model.hf, self.mesh.tp.get_group())
+        norm = gradient_norm(self.trained_parameters.values())
         names = sorted(totals)
         sums = torch.stack([totals[name].to(self.mesh.device) for name in names])
-        return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
+        *values, norm = torch.cat([all_reduce_sum_(sums).double(), norm[None]]).tolist()
+        return dict(zip(names, values, strict=True)), norm
 
-    def _step(self, skip: bool) -> tuple[float, float, bool]:
+    def _step(self, norm: float, skip: bool) -> tuple[float, bool]:
         """Clips the gradient, steps and clears it.
 
-        Returns the fields of UpdateResult from `grad_norm` to `skipped`.
+        Returns the fields `lr` and `skipped` of UpdateResult.
 
         A gradient that is not finite is skipped too: no weight moves, and the schedule does not
         either. Where no token is trained the gradient is 0: the schedule moves on, and the weights
@@ -383,9 +388,7 @@ class Worker:
         """
         config = self.config
         parameters = self.trained_parameters.values()
-        if self.mesh.tp is not None:
-            all_reduce_partial_gradients(self.model.hf, self.mesh.tp.get_group())
-        norm = clip_gradient_(parameters, config.max_grad_norm)
+        clip_gradient_(parameters, norm, config.max_grad_norm)
         lr = config.lr * schedule(
             self.version,
             self.num_updates,
@@ -400,7 +403,7 @@ class Worker:
             self.version += 1
         for parameter in parameters:
             parameter.grad = None
-        return norm, lr, skip
+        return lr, skip
 
 
 def _whole(

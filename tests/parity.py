@@ -60,7 +60,7 @@ def layouts_of(family: str, world: int) -> list[dict]:
 
     A layout has one run of a family. That of the other family differs in the model, the sharing of
     prompts and the number of micro-batches, and four layouts in a row have the eight choices. The
-    families have the adapted layouts in turn.
+    families have the adapted layouts in turn. Every second layout keeps the gathered weights.
     """
     is_llama = family == "llama"
     names = ("fsdp_size", "sp_size", "tp_size")
@@ -73,6 +73,7 @@ def layouts_of(family: str, world: int) -> list[dict]:
             "share_prompts": is_llama ^ critic ^ is_large,
             "max_length_per_device": LARGE_BUDGET if is_large else SMALL_BUDGET,
             "gradient_checkpointing": False if is_large else 1,  # of two layers
+            "keep_gathered": bool(number % 2),
         }
         runs.append(changes | dict(zip(names, sizes, strict=True)))
     for number, sizes in enumerate(ADAPTED[world]):
@@ -82,6 +83,7 @@ def layouts_of(family: str, world: int) -> list[dict]:
             "critic": bool(number // 2 % 2),
             "max_length_per_device": SMALL_BUDGET,
             "gradient_checkpointing": True,
+            "keep_gathered": not number // 2 % 2,
             "lora_rank": 3,
             "lora_alpha": 5.0,
         }

@@ -34,7 +34,7 @@ def test_predicted_bytes_are_those_of_a_real_run(tmp_path, world):
     for job, bytes_of in jobs.items():
         assert bytes_of["predicted"].keys() == bytes_of["measured"].keys()
         for phase, measured in bytes_of["measured"].items():
-            assert bytes_of["predicted"][phase] == pytest.approx(measured, rel=0.1), (job, phase)
+            assert bytes_of["predicted"][phase] == pytest.approx(measured, rel=0.12), (job, phase)
 
 
 def test_the_table_of_the_docs_has_the_plan_of_today():

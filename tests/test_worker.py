@@ -16,6 +16,7 @@ from parity import (
     full_weights,
     layouts_of,
     make_batch,
+    make_worker,
     plain_scores,
     plain_steps,
     policy_loss,
@@ -207,6 +208,27 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(name, device):
         weights = full_weights(worker)
         expected = expected or weights
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("llama", "float32", {"gradient_checkpointing": True}),
+        ("llama", "bfloat16", {"gradient_checkpointing": 1}),
+        ("llama", "bfloat16", {"lora_rank": 2}),
+        ("olmo", "bfloat16", {}),  # its rotary angles are in fp32
+    ],
+)
+def test_one_process_has_the_bits_of_fsdp(tmp_path, device, family, dtype, changes):
+    name = make_model(tmp_path, family)
+    settings = {"dtype": dtype, "max_length_per_device": 60, **changes}
+    batch = make_batch()
+    results = []
+    for keep_gathered in (True, False):
+        worker = make_worker(name, device, keep_gathered=keep_gathered, **settings)
+        updates = [worker.update(batch, policy_loss, with_entropy=True).to_log() for _ in "12"]
+        results.append((updates, worker.score(batch).logps, full_weights(worker)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_an_update_that_is_skipped_or_trains_no_token_moves_nothing(name, device):

@@ -161,6 +161,13 @@ class WorkerConfig(ModelConfig):
     gradient_checkpointing: bool | NonNegativeInt = key(
         True, "recompute all layers, or a number of them, in the backward pass; saves memory"
     )
+    keep_gathered: bool | str = key(
+        "auto",
+        "hold whole weights and gradients from the first to the last micro-batch of an update, "
+        "which is faster and takes 6 bytes a weight of the model, or 2 in one process; auto: in "
+        "one process",
+        choices=("auto",),
+    )
     lora_rank: NonNegativeInt = key(
         0, "rank of LoRA adapters, 0 = train all weights; adapters need a higher lr"
     )
@@ -304,6 +311,7 @@ class CriticConfig(RolloutWorkerConfig):
     max_length_per_device: int = follows("actor.max_length_per_device")
     max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
     gradient_checkpointing: bool | int = follows("actor.gradient_checkpointing")
+    keep_gathered: bool | str = follows("actor.keep_gathered")
     offload_model: bool = follows("actor.offload_model")
     offload_optimizer: bool = follows("actor.offload_optimizer")
     update_per_rollout: int = follows("actor.update_per_rollout")

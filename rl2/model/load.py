@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -30,7 +31,8 @@ from rl2.model.token_model import TokenModel
 from rl2.model.weight_files import lost_weights, read_weights, without_quantization
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
-from rl2.parallel.mesh import Mesh, broadcast_object
+from rl2.parallel.mesh import Mesh, broadcast_object, is_single_process
+from rl2.parallel.whole import WholeWeights
 
 
 class HuggingFaceFiles:
@@ -61,8 +63,10 @@ def load_model(
     mesh: Mesh,
     exactness: Exactness = Exactness.OFF,
     source: HuggingFaceFiles = FILES,
-) -> TokenModel:
+) -> tuple[TokenModel, fsdp.ShardedWeights | WholeWeights]:
     """Loads a Hugging Face causal LM, or a critic (its body with a scalar head), over `mesh`.
+
+    Returns it with what makes its weights ready for passes.
 
     A model that is trained whole keeps its parameters in fp32 and casts them to `settings.dtype`
     for compute. A frozen one, and the base of adapters, keep them in that dtype. What else differs
@@ -112,16 +116,24 @@ def load_model(
         exactness=exactness,
         attachments=attachments,
     )
+    idle = idle_parts(hf)
+    compute_dtype = settings.dtype if trainable else None
+    keep_gathered = settings.config.keep_gathered if trainable else False
+    if isinstance(keep_gathered, str):  # auto
+        keep_gathered = is_single_process()
     fsdp.shard(
         model,
         mesh,
-        settings.dtype if trainable else None,
+        compute_dtype,
         trainable and settings.config.gradient_checkpointing,
         contexts=keep_attention,
-        idle=idle_parts(hf),
+        idle=idle,
+        keep_gathered=keep_gathered,
     )
     fsdp.scatter(model, full, mesh, [part.change for part in attachments])
-    return model
+    if isinstance(model, FSDPModule):
+        return model, fsdp.ShardedWeights(model, keep_gathered)
+    return model, WholeWeights(model, compute_dtype, idle)
 
 
 def _read_whole(

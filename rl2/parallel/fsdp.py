@@ -1,6 +1,8 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,8 +18,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from rl2.parallel.mesh import Mesh
+from rl2.parallel.mesh import Mesh, is_single_process
 from rl2.parallel.recompute import Context, recompute
+from rl2.parallel.whole import as_one_shard
 from rl2.progress import mark, track
 
 
@@ -39,6 +42,7 @@ def shard(
     gradient_checkpointing: bool | int,
     contexts: Callable[[], tuple[Context, Context]],
     idle: Sequence[nn.Module],
+    keep_gathered: bool,
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
@@ -48,31 +52,36 @@ def shard(
     `gradient_checkpointing` recomputes layers in the backward pass: all of them, none, or this many
     of the first; the backward pass reaches these last, when it has freed what the others kept.
     `contexts` are those of these layers. `idle` modules never run: they are sharded by themselves,
-    and never gathered.
+    and never gathered. With `keep_gathered` the whole weights of a trained model stay from pass to
+    pass, see `ShardedWeights`; a process that is alone then needs no FSDP, see `WholeWeights`.
     """
-    policy = MixedPrecisionPolicy()
-    if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in idle:
-        fully_shard(module, mesh=mesh.fsdp)
     layers = find_layers(model.hf, idle)
     num_recomputed = len(layers) if gradient_checkpointing else 0
     if type(gradient_checkpointing) is int:
         num_recomputed = gradient_checkpointing
+    for layer in layers[:num_recomputed]:
+        # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay the
+        # same.
+        layer.forward = partial(recompute, layer.forward, contexts)
+    if is_single_process() and (keep_gathered or compute_dtype is None):
+        as_one_shard(model, mesh.fsdp)
+        return
+    # Inputs keep their dtype, as in transformers: some models have rotary angles in fp32.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype is not None:
+        policy = replace(policy, param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in idle:
+        fully_shard(module, mesh=mesh.fsdp)
     for i, layer in enumerate(layers):
         mark()
-        is_recomputed = i < num_recomputed
-        if is_recomputed:
-            # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
-            # the same.
-            layer.forward = partial(recompute, layer.forward, contexts)
         # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
         # 2 bytes a parameter.
+        is_freed = i < num_recomputed or mesh.fsdp.size(-1) > 1
         fully_shard(
             layer,
             mesh=mesh.fsdp,
             mp_policy=policy,
-            reshard_after_forward=is_recomputed or mesh.fsdp.size(-1) > 1,
+            reshard_after_forward=is_freed and not keep_gathered,
         )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     register_fsdp_forward_method(model, "head_inputs")
@@ -83,7 +92,39 @@ def shard(
         module.set_modules_to_forward_prefetch([following])
 
 
-def reshard(model: nn.Module) -> None:
+class ShardedWeights:
+    """The weights of a model that FSDP2 shards.
+
+    With `keep_gathered` each process holds the whole weights, and the sum of its own gradients in
+    fp32, from the first to the last micro-batch. They travel once an update, which takes 6 bytes a
+    weight of the whole model with bf16.
+    """
+
+    def __init__(self, model: FSDPModule, keep_gathered: bool):
+        self.model = model
+        self.keep_gathered = keep_gathered
+        self.is_last = True  # by FSDP's own setting
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context for forward and backward passes, after which FSDP has its shards only."""
+        yield
+        reshard(self.model)
+
+    def before_backward(self, is_last: bool) -> None:
+        """Says whether this is the last micro-batch of an update."""
+        if is_last == self.is_last:  # the setters visit all modules
+            return
+        self.is_last = is_last
+        if self.keep_gathered:
+            self.model.set_reshard_after_backward(is_last)
+            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_is_last_backward(is_last)
+        else:  # copies of the model sum their gradients once
+            self.model.set_requires_all_reduce(is_last)
+
+
+def reshard(model: Any) -> None:
     """Frees the gathered weights of all modules, as a backward pass does by itself."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
