@@ -3,6 +3,7 @@
 Those of adapters are compared with one process, which test_lora.py compares with peft.
 """
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from unittest import mock
@@ -32,6 +33,7 @@ from rl2.config.schema import ActorConfig
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
+from rl2.parallel.recompute import recompute
 from rl2.run.checkpoints import export_optimizer
 from rl2.trainer.ppo import ratio_is_too_high
 from rl2.worker import Worker
@@ -208,6 +210,34 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(name, device):
         weights = full_weights(worker)
         expected = expected or weights
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def test_what_a_layer_leaves_for_later_ones_has_a_gradient():
+    """As the keys of Gemma 4, which some of its layers share."""
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    num_runs = 0
+
+    def first(x, shared):
+        nonlocal num_runs
+        num_runs += 1
+        shared["keys"] = (x * weight).exp()
+        return (x * weight).sin().cos()
+
+    def second(x, shared):
+        return (x * shared["keys"]).sin()
+
+    gradients = []
+    for is_again in (False, True):
+        layers = [first, second]
+        if is_again:
+            layers = [partial(recompute, layer, lambda: (nullcontext(),) * 2) for layer in layers]
+        x = out = torch.tensor([0.5, 0.7], requires_grad=True)
+        shared: dict = {}
+        for layer in layers:
+            out = layer(out, shared=shared)
+        gradients.append(torch.autograd.grad(out.sum(), [x, weight]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert num_runs == 3
 
 
 @pytest.mark.parametrize(
