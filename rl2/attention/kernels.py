@@ -180,7 +180,7 @@ def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
 
 def _backward_cuda(d_out, q, k, v, out, lse, block: Block, scale: float):
     cu_q, cu_k, max_q, max_k = block.varlen(q.device)
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
+    random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not used
     unused = random_state[:0]
     return aten._flash_attention_backward(
         d_out,

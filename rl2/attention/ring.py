@@ -224,6 +224,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, blocks, scale = ctx.settings
         d_sinks = None if sinks is None else sinks_gradient(d_out, out, lse, sinks)
+        if attention.ring.size == 1 and not blocks.cross[0]:  # a sum of one block
+            gradients = backward_block(d_out, q, k, v, out, lse, blocks.causal, scale)
+            return *gradients, d_sinks, None, None, None
         pending_dkv = None
         for step, (keys, values) in enumerate(attention.travel(k, v)):
             # dq and dkv are sums over blocks, in fp32.
