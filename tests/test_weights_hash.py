@@ -45,6 +45,15 @@ def test_each_changed_bit_and_each_exchange_changes_the_hash(model, device, monk
     assert hash_of(worker) == expected
 
 
+def test_the_hash_of_given_weights_is_that_of_older_versions(model, device):
+    """Checkpoints hold hashes, which are compared when a run resumes."""
+    worker = Worker(worker_config(model, lr=1e-3), device, False, 8)
+    for name, parameter in worker.trained_parameters.items():
+        weight = parameter._local_tensor
+        weight.copy_(((torch.arange(weight.numel()) + len(name)) / 7).view_as(weight))
+    assert hash_of(worker) == "e2b58885750223e9"
+
+
 def test_weights_in_host_memory_and_frozen_ones_have_a_hash(model, device):
     worker = Worker(worker_config(model, lr=1e-3), device, False, 8)
     frozen = Worker(worker_config(model), device)

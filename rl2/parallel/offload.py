@@ -114,15 +114,18 @@ class WeightMemory:
             local_shard(parameter).untyped_storage().resize_(0)
 
     def read(self, parameter: Tensor) -> DTensor:
-        """The parameter, detached and on the device.
+        """The parameter, detached and on the device, see `read_shard`."""
+        return as_sharded(self.read_shard(parameter), parameter)
+
+    def read_shard(self, parameter: Tensor) -> Tensor:
+        """This process's part of the parameter, on the device.
 
         If it is in host memory, this is a copy: the caller drops it to free its memory.
         """
+        shard = local_shard(parameter)
         if parameter not in self.host_shards:
-            return _sharded(parameter.detach())
-        copy = torch.empty_like(local_shard(parameter))
-        copy.copy_(self.host_shards[parameter], non_blocking=True)
-        return as_sharded(copy, parameter)
+            return shard
+        return torch.empty_like(shard).copy_(self.host_shards[parameter], non_blocking=True)
 
     def state(self, parameter: Tensor) -> DTensor:
         """The parameter, detached, where its values are between passes: what a checkpoint holds."""

@@ -7,7 +7,8 @@ changed bit always changes the sum.
 """
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -38,11 +39,7 @@ def hash_weights(workers: dict[str, Any]) -> dict[str, str]:
     totals = []
     for worker in workers.values():
         parameters = worker.trained_parameters or dict(worker.model.named_parameters())
-        total = torch.zeros((), dtype=torch.int64, device=worker.mesh.device)
-        for name, parameter in parameters.items():
-            if not _is_copy(parameter, worker.mesh):
-                total += _number_of(name) * _sum_shard(worker.memory.read(parameter))
-        totals.append(total)
+        totals.append(_sum_shards(parameters, worker.mesh, worker.memory.read_shard))
     return _sum_over_processes(workers, totals)
 
 
@@ -56,13 +53,15 @@ def hash_states(objects: dict[str, Any], states: dict[str, Any]) -> dict[str, st
     totals = []
     for name, item in objects.items():
         total = torch.zeros((), dtype=torch.int64)
+        shards = {}
         for key, value in flatten_state_dict(states[name])[0].items():
-            if not isinstance(value, DTensor):
+            if isinstance(value, DTensor):
+                shards[key] = value
+            elif dist.get_rank() == 0:
                 content = value.tolist() if isinstance(value, Tensor) else value
-                is_first = dist.get_rank() == 0
-                total += is_first * _number_of(f"{key} {content}")
-            elif not _is_copy(value, item.mesh):
-                total += _number_of(key) * _sum_shard(value).cpu()
+                total += _number_of(f"{key} {content}")
+        if shards:
+            total += _sum_shards(shards, item.mesh, local_shard).cpu()
         totals.append(total)
     return _sum_over_processes(objects, totals)
 
@@ -82,33 +81,62 @@ def _is_copy(parameter: DTensor, mesh: Mesh) -> bool:
     return mesh.tp is not None and not is_cut_by_tp and mesh.tp.get_local_rank() > 0
 
 
+def _sum_shards(
+    parameters: dict[str, DTensor], mesh: Mesh, read: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The scalar sum of our shards' words, each times the numbers of its position and its name.
+
+    `read` gives our shard of a parameter. Parameters of one shape and layout are summed together: a
+    small model has hundreds of them, and on a GPU each operator costs more than its work.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, parameter in parameters.items():
+        layout = (parameter.shape, parameter.placements, parameter.device_mesh)
+        groups.setdefault((layout, parameter.dtype, parameter.device), []).append(name)
+    total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for (_, dtype, device), names in groups.items():
+        first = parameters[names[0]]
+        if _is_copy(first, mesh):
+            continue
+        shape, offsets = compute_local_shape_and_global_offset(
+            first.shape, first.device_mesh, first.placements
+        )
+        numbers = []
+        for dim, offset in enumerate(offsets):
+            of_dim = _numbers_of(dim, first.shape[dim], device)
+            numbers.append(of_dim[offset : offset + shape[dim]])
+        most = WORDS_AT_A_TIME.get(device.type, 2**22)
+        num_names = max(1, most // max(1, math.prod(shape)))
+        for start in range(0, len(names), num_names):
+            part = tuple(names[start : start + num_names])
+            shards = [read(parameters[name]) for name in part]
+            words = torch.stack(shards) if len(shards) > 1 else shards[0][None]
+            sums = _sum_words(words.view(WORDS[dtype.itemsize]), numbers, most)
+            total += (sums * _numbers_of_names(part, device)).sum()
+    return total
+
+
+def _sum_words(words: Tensor, numbers: list[Tensor], most: int) -> Tensor:
+    """[P, ...] -> [P]: the sums of the words, each times the numbers of its position.
+
+    `most` words are worked on at a time, but at least a row.
+    """
+    num_rows = max(1, most // max(1, words.shape[-1]))
+    rows = words.flatten(0, -2).split(num_rows)
+    sums = torch.cat([(part * numbers[-1]).sum(-1) for part in rows]).view(words.shape[:-1])
+    for of_dim in reversed(numbers[:-1]):
+        sums = (sums * of_dim).sum(-1)
+    return sums
+
+
 def _number_of(name: str) -> int:
     """An odd number of 64 bits."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True) | 1
 
 
-def _sum_shard(parameter: DTensor) -> Tensor:
-    """The scalar sum of our shard's words, each times the numbers of its position."""
-    words = local_shard(parameter)
-    words = words.view(WORDS[words.itemsize])
-    _, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    numbers = []
-    for dim, offset in enumerate(offsets):
-        of_dim = _numbers_of(dim, parameter.shape[dim], words.device)
-        numbers.append(of_dim[offset : offset + words.shape[dim]])
-    rows = words.reshape(-1, words.shape[-1])
-    sums = _sum_rows(rows, numbers.pop()).reshape(words.shape[:-1])
-    while numbers:
-        sums = (sums * numbers.pop()).sum(-1)
-    return sums
-
-
-def _sum_rows(rows: Tensor, numbers: Tensor) -> Tensor:
-    """[R, C] and [C] -> [R]: the sums over the columns of word times number."""
-    num_rows = max(1, WORDS_AT_A_TIME.get(rows.device.type, 2**22) // max(1, rows.shape[1]))
-    return torch.cat([(part.long() * numbers).sum(-1) for part in rows.split(num_rows)])
+@cache
+def _numbers_of_names(names: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([_number_of(name) for name in names], device=device)
 
 
 @cache
