@@ -20,9 +20,20 @@ from engine_contract import (
     sent_weights,
 )
 from figures import record
-from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib, worker_config
+from parity import make_batch
+from tools import (
+    DRY,
+    check_memory_is_free,
+    check_rounding,
+    make_model,
+    need,
+    sglang_args,
+    used_gib,
+    worker_config,
+)
 from transformers import AutoModelForCausalLM
 
+from rl2.batch import Sample, collate
 from rl2.config.engines import ENGINES
 from rl2.engine.base import EngineSettings
 from rl2.parallel.mesh import init_distributed
@@ -99,12 +110,32 @@ def sglang():
     device, name = init_distributed(), make_model("qwen3-1.7b")
     offload = {"offload_model": True, "offload_optimizer": True}
     actor = Worker(worker_config(name, **offload), device, num_updates=8)
+    # Kernels, workspaces and NCCL's buffers of this process stay: they must be there before.
+    batch = make_batch()
+    check_rounding(batch, name, trainer=actor.score(batch).logps)
+    for _ in sent_weights(actor):
+        pass
     before = used_gib()
     engine = start("sglang", actor, 8 if DRY else 256)
+    check_agreement(actor, engine)
     check_sleep(actor, engine, before)
     engine.close()
     check_no_process_left(others)
     check_memory_is_free(before)
+
+
+def check_agreement(actor, engine):
+    """Compares log-probabilities of answers with fp32: the engine's and the trainer's."""
+    prompts = make_prompts(16, 60, 1000)
+    samples = []
+    answers = play(engine, prompts, max_new_tokens=64)
+    for i, (prompt, out) in enumerate(zip(prompts, answers, strict=True)):
+        mask = [0] * len(prompt) + [1] * len(out.tokens)
+        logps = [0.0] * len(prompt) + out.logps
+        samples.append(Sample(prompt + out.tokens, mask, logps, [0.0] * len(mask), i, i))
+    batch = collate(samples)
+    logps = {"engine": batch.engine_logps, "trainer": actor.score(batch).logps}
+    check_rounding(batch, actor.config.model_name, **logps)
 
 
 def check_sleep(actor, engine, before):

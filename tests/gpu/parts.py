@@ -25,18 +25,18 @@ PARTS = {
     "head": Part("operators.py", 40, ("device",)),
     "sglang_facts": Part("machine.py", 30, ("facts",)),
     "sglang_contract": Part(
-        "engines.py", 250, ("device", "sglang_facts"), "contract", ("sglang", 64)
+        "engines.py", 300, ("device", "sglang_facts"), "contract", ("sglang", 64)
     ),
     "sglang": Part("engines.py", 300, ("sglang_contract",)),
-    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "resume")),
-    "sglang_resume": Part("runs.py", 180, ("sglang_contract",)),
+    "sglang_7b": Part("runs.py", 400, ("sglang_contract", "resume")),
+    "sglang_resume": Part("runs.py", 500, ("sglang_contract",)),
     "plan": Part("memory.py", 90, ("device",)),
     "local_contract": Part("engines.py", 60, ("device",), "contract", ("local", 16)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),
-    "vllm_contract": Part("engines.py", 250, ("device",), "contract", ("vllm", 64)),
+    "vllm_contract": Part("engines.py", 300, ("device",), "contract", ("vllm", 64)),
     "ring": Part("runs.py", 90, ("worker",), "two_gpus", ("ring",)),
     "fsdp": Part("runs.py", 90, ("worker",), "two_gpus", ("fsdp",)),
     "hybrid": Part("runs.py", 90, ("worker",), "two_gpus", ("hybrid",)),
     "tensor": Part("runs.py", 90, ("worker",), "two_gpus", ("tensor",)),
-    "sglang_two": Part("runs.py", 160, ("sglang_contract", "fsdp")),
+    "sglang_two": Part("runs.py", 300, ("sglang_contract", "fsdp")),
 }

@@ -77,7 +77,7 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
     record(**{key: lines[-1][key] for key in TIMES if key in lines[-1]})
     mismatch = max(line["actor/mismatch_logp_difference"] for line in lines)
     record(mismatch=mismatch)
-    assert mismatch < 0.05
+    assert mismatch < 0.1  # on an H100, random weights of 1.7B had 0.038
     assert all(line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines)
     check_memory_is_free(before, seconds=3)
     return lines

@@ -14,9 +14,12 @@ from shapes import make_config
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from rl2.batch import Batch
 from rl2.config.engines import PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
 
+# Times the mean error of log-probabilities in bf16 that transformers makes.
+MOST_ROUNDING = 1.5
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
 # What differs from the shapes of tests/shapes.py. The weights are random, because the GPU machine
@@ -61,6 +64,7 @@ def used_gib() -> float:
     """Returns the GPU memory in use by all processes, in GiB; 0 on a CPU."""
     if DRY:
         return 0.0
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -94,6 +98,29 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     assert got.isfinite().all(), "not finite"
     return ((got - expected).norm() / expected.norm()).item()
+
+
+def check_rounding(batch: Batch, name: str, temperature: float = 1.0, **logps: torch.Tensor):
+    """Checks that log-probabilities are as close to those of fp32 as transformers is in bf16.
+
+    `logps` are [B, T], by who computed them with the model `name`. Records the mean errors.
+    """
+    exact = plain_logps(batch, name, temperature, torch.float32)
+    logps["transformers"] = plain_logps(batch, name, temperature, torch.bfloat16)
+    errors, is_trained = {}, batch.mask > 0
+    for source, values in logps.items():
+        errors[source] = (values - exact)[is_trained].abs().mean().item()
+    record(**{f"mean_logps_of_{source}": value for source, value in errors.items()})
+    limit = MOST_ROUNDING * errors["transformers"]
+    assert max(errors.values()) < limit, f"mean errors {errors}, of at most {limit:.3g}"
+
+
+@torch.no_grad()
+def plain_logps(batch: Batch, name: str, temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """Returns [B, T] of transformers' model on padded rows, in host memory."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(DEVICE)
+    log_p = (model(batch.inputs.to(DEVICE)).logits.float() / temperature).log_softmax(-1)
+    return log_p.gather(2, batch.targets[..., None].long().to(DEVICE))[..., 0].cpu()
 
 
 def make_model(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from figures import record
 from parity import make_batch, policy_loss, two_steps
-from tools import DRY, allocated_gib, error, make_model, worker_config
+from tools import DRY, allocated_gib, check_rounding, error, make_model, worker_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.parallel.mesh import init_distributed
@@ -53,7 +53,6 @@ def compare_with_cpu(device, batch, **settings):
     norms = [[update["grad_norm"] for update in r["updates"]] for r in (found, expected)]
     figures = {
         "logps": errors["logps"].max().item(),
-        "mean_logps": (errors["logps"].sum() / batch.mask.sum()).item(),
         "entropy": errors["entropy"].max().item(),
         "grad_norm": max(abs(norm / exact - 1) for norm, exact in zip(*norms, strict=True)),
         "weights": error(flat(moved), flat(cpu_moved)),
@@ -61,9 +60,10 @@ def compare_with_cpu(device, batch, **settings):
     }
     if dist.get_rank() == 0:
         record(**figures)
-    limits = {"logps": 0.2, "mean_logps": 0.02, "entropy": 0.1, "grad_norm": 0.03}
-    for name, limit in (limits | {"weights": 0.05, "worst_weight": 0.15}).items():
-        assert figures[name] < limit, f"{name}: {figures[name]:.3g}, of at most {limit}"
+        check_rounding(batch, name, 0.9, trainer=found["scores"]["logps"])
+    limits = {"logps": 0.2, "entropy": 0.1, "grad_norm": 0.03}
+    for key, limit in (limits | {"weights": 0.05, "worst_weight": 0.15}).items():
+        assert figures[key] < limit, f"{key}: {figures[key]:.3g}, of at most {limit}"
 
 
 def worker():
@@ -79,15 +79,14 @@ def resume():
     """Resumes from a checkpoint, and starts from an exported optimizer, with each offload.
 
     The update after that must be the update of the worker that went on. Offloading frees the memory
-    of the GPU and keeps the updates.
+    of weights and optimizer, and keeps the updates.
     """
     device = init_distributed()
     name = make_model("small")
     batch = make_batch(longest=60)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    plain = None
+    plain, most_held = None, 0.0
     for model, optimizer in product((False, True), (False, True)):
-        gc.collect()  # the workers of the round before are in cycles
         settings = {"lr": 1e-3, "offload_model": model, "offload_optimizer": optimizer}
         config = worker_config(name, **settings)
         first = Worker(config, device, num_updates=10)
@@ -97,7 +96,9 @@ def resume():
         moved = flat_weights(first) - start
         plain = moved if plain is None else plain
         weight_gib = sum(4 * parameter.numel() for parameter in first.model.parameters()) / 2**30
-        held = allocated_gib() / weight_gib
+        gc.collect()  # the workers of the round before are in cycles
+        held = allocated_gib() / weight_gib  # with cuBLAS's workspace, 12 times this model
+        most_held = max(most_held, held)
         errors = resume_errors(first, config, device, batch, tokenizer)
         # Not bit for bit: on a GPU the backward pass of attention adds up in any order.
         moved_error = error(moved, plain)
@@ -108,8 +109,8 @@ def resume():
         record(**{f"{figure}_offload_{offloaded}": value for figure, value in figures.items()})
         assert max(errors.values()) < 0.02, (offloaded, errors)
         assert moved_error < 0.05, (offloaded, moved_error)
-        assert DRY or offloaded != "none" or held > 2.5, held
-        assert DRY or offloaded != "model+state" or held < 0.2, held
+        # The fp32 weights and two moments.
+        assert DRY or offloaded != "model+state" or most_held - held > 2.8, (most_held, held)
 
 
 def resume_errors(first, config, device, batch, tokenizer) -> dict[str, float]:
