@@ -9,7 +9,7 @@ from common import launch, make_model
 from parity import full_weights, make_batch, make_worker, policy_loss, save_layouts
 from transformers import AutoModelForCausalLM
 
-from rl2.model.dither import dither_
+from rl2.model.dither import CHUNK_SIZES, dither_
 from rl2.parallel.mesh import init_distributed
 
 ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -47,13 +47,16 @@ def test_every_bf16_number_rounds_to_itself_from_all_over_its_cell():
     assert (inner.mean(0).abs() < 5 / (12 * COPIES) ** 0.5).all()  # each number by itself
 
 
-def test_places_depend_on_seed_name_and_position_alone():
+def test_places_depend_on_seed_name_and_position_alone(monkeypatch):
     weight = torch.randn(3, 2**18 // 2 + 1).bfloat16().float()  # more than one chunk
     moved = dithered(weight)
     assert same_bits(moved, dithered(weight))
     assert same_bits(moved.view(-1)[:1000], dithered(weight.view(-1)[:1000]))
     for other in (dithered(weight, seed=1), dithered(weight, name="v")):
         assert (other == moved).float().mean() < 0.01
+    for size in CHUNK_SIZES["cuda"], 1000:
+        monkeypatch.setitem(CHUNK_SIZES, "cpu", size)
+        assert same_bits(moved, dithered(weight))
     exact = torch.randn(1000)
     exact[exact == exact.bfloat16().float()] = 0.1  # what bf16 does not have
     assert same_bits(dithered(exact), exact)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl2.model.attachment import Attachment, ModelSettings
+from rl2.parallel.device import device_kind
 
 # In bits of fp32, of which bf16 has the upper half
 HALF_CELL = 1 << 15
@@ -21,7 +22,9 @@ LOWER_HALF = (1 << 16) - 1
 MANTISSA = (1 << 23) - 1
 SMALLEST, INFINITE = 2 << 23, 0xFF << 23  # magnitudes from 2^-125 on, below infinity and NaN
 MAGNITUDE = 0x7FFFFFFF
-CHUNK_SIZE = 2**18  # elements; what is computed of them stays in the cache of a core
+# Elements that are computed at a time: on a CPU they stay in the cache of a core, on a GPU few
+# kernels compute them.
+CHUNK_SIZES = {"cpu": 2**18, "cuda": 2**24}
 
 
 class Dither(Attachment):
@@ -54,8 +57,9 @@ def dither_(seed: int, name: str, weight: Tensor) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     first_key, second_key = struct.unpack("<ii", digest[:8])
     bits = weight.view(torch.int32).view(-1)
-    for start in range(0, len(bits), CHUNK_SIZE):
-        chunk = bits[start : start + CHUNK_SIZE]
+    size = CHUNK_SIZES[device_kind(weight.device)]
+    for start in range(0, len(bits), size):
+        chunk = bits[start : start + size]
         positions = torch.arange(len(chunk), dtype=torch.int32, device=bits.device)
         positions += (start + 2**31) % 2**32 - 2**31  # modulo 2^32, as int32
         chunk += _offsets(chunk, _hash_(positions, first_key, second_key))
