@@ -460,6 +460,8 @@ def _server_arguments(
             "enable_memory_saver": True,
             "sleep_on_idle": True,  # otherwise a scheduler takes a core while the trainer works
             "cuda_graph_max_bs_decode": min(settings.max_running_requests, MOST_GRAPH_REQUESTS),
+            # Recording them takes tens of seconds, and most of a rollout is decoding.
+            "disable_prefill_cuda_graph": True,
             "enable_deterministic_inference": settings.deterministic,
         }
     return arguments | settings.engine_args
