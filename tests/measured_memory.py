@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.parallel.mesh import init_distributed
-from rl2.tools import planned_device
+from rl2.parallel.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
+from rl2.tools import planned_process
 from rl2.tools.memory import Plan, predict, run_phases
-from rl2.tools.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
 LENGTH = 512  # tokens of a micro-batch
 NF4 = {"dtype": "bfloat16", "lora_rank": 4, "quantize_base": "nf4"}  # as on a GPU
@@ -98,7 +98,7 @@ def main(model: str, model_in_4_bits: str, output: str) -> None:
     results = {}
     for job, config in configs.items():
         with (
-            mock.patch.object(planned_device, "PlannedDevice", PlannedCPU),
+            mock.patch.object(planned_process, "PlannedDevice", PlannedCPU),
             mock.patch("rl2.parallel.device.PLANNED_DEVICE", None),
         ):
             predicted = bytes_of(predict(config, world))

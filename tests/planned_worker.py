@@ -35,12 +35,8 @@ import rl2
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.parallel.device import PLANNED_DEVICE
-from rl2.tools.planned_device import (
-    MemoryTracker,
-    ModelsWithoutValues,
-    PlannedDevice,
-    planned_device,
-)
+from rl2.parallel.planned_device import MemoryTracker, PlannedDevice
+from rl2.tools.planned_process import ModelsWithoutValues, planned_process
 from rl2.worker import Worker
 
 aten = torch.ops.aten
@@ -227,6 +223,6 @@ def fake_gpu(world=1, rank=0):
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        memory = stack.enter_context(planned_device(world))
+        memory = stack.enter_context(planned_process(world))
         host = stack.enter_context(MemoryTracker(HOST))
         yield FakeGpu(memory, host, folder)

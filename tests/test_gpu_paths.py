@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl2.engine.cache import DenseKVCache, KVCache
 from rl2.parallel import offload
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device
-from rl2.tools.planned_device import planned_device
+from rl2.tools.planned_process import planned_process
 
 # (processes, keys) in which all kinds of workers live.
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
@@ -272,7 +272,7 @@ def decode(cache):
 
 def test_a_layer_takes_few_kernels_and_never_waits():
     counts = {}
-    with planned_device(1), torch.inference_mode():
+    with planned_process(1), torch.inference_mode():
         for kind in (DenseKVCache, KVCache):
             seen = decode(kind(64))
             counts[kind] = sum(name not in NO_KERNELS for name in seen.work) / 4

@@ -1,6 +1,6 @@
 """The memory that a job will need, phase by phase.
 
-The trainer's own workers run on a device without memory (planned_device.py) with the
+The trainer's own workers run on a device without memory (planned_process.py) with the
 choices of a GPU. Every micro-batch is full. There are no formulas of memory: what the code
 allocates is counted.
 """
@@ -19,9 +19,10 @@ from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTCo
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import AdamW, Muon
 from rl2.parallel.device import GIB, PLANNED_DEVICE
+from rl2.parallel.planned_device import MemoryTracker
 from rl2.ppo_setup import SHARE_BESIDE_TRAINER
 from rl2.rounding import ceil_div, round_up
-from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
+from rl2.tools.planned_process import ModelsWithoutValues, planned_process
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_models
@@ -104,7 +105,7 @@ def predict(config: Config, num_gpus: int) -> Plan:
     for name in worker_names(config):
         section = getattr(config, name)
         section.compile = section.dither_weights = False
-    with planned_device(num_gpus) as memory:
+    with planned_process(num_gpus) as memory:
         return run_phases(config, memory, PLANNED_DEVICE, ModelsWithoutValues(memory))
 
 

@@ -5,8 +5,7 @@ The device is `cpu:0`. torch's fake tensors have shapes and types and no values,
 devices `cpu` (host memory, where tensors are real) and `cpu:0` apart. An operator that mixes the
 two fails as it would on a GPU.
 
-Two functions of torch are replaced while a plan is made, since torch has no other way to reach
-them: storages are resized without an operator, and FSDP takes the device of a mesh from its name.
+A function of torch is replaced meanwhile: storages are resized without an operator.
 """
 
 import weakref
@@ -15,18 +14,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedConfig
 
-from rl2.model.load import HuggingFaceFiles
 from rl2.parallel.device import PLANNED_DEVICE
 from rl2.rounding import round_up
 
@@ -149,36 +142,3 @@ class PlannedDevice(MemoryTracker):
         """Returns a tensor on this device with the shape and dtype of `tensor`."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-
-
-class ModelsWithoutValues(HuggingFaceFiles):
-    """Makes models with weights that have shapes and no values. It admits every model."""
-
-    def __init__(self, device: PlannedDevice):
-        self.device = device
-
-    def admit(self, name: str, config: PreTrainedConfig, critic: bool) -> None:
-        """Admits every model."""
-
-    def read(
-        self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
-    ) -> tuple[Any, set[str]]:
-        """Makes the model from its config, in fake host memory."""
-        with init_empty_weights(include_buffers=False):
-            hf = model_class.from_config(config, dtype=dtype)
-        with self.device.fake:
-            return hf.to_empty(device="cpu"), set()
-
-
-@contextmanager
-def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
-    """Makes this process rank 0 of `num_gpus` on a device without memory, in a context."""
-    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
-    try:
-        with (
-            replaced(fsdp, "_get_device_from_mesh", lambda mesh: PLANNED_DEVICE),
-            PlannedDevice() as device,
-        ):
-            yield device
-    finally:
-        dist.destroy_process_group()
