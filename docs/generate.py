@@ -22,8 +22,9 @@ from omegaconf import MISSING
 from rl2.config import schema
 from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
+from rl2.gpu_memory import OUTSIDE_BYTES
 from rl2.parallel.device import GIB
-from rl2.tools.memory import OUTSIDE_BYTES, Plan, judge, totals
+from rl2.tools.memory import Plan, judge, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("PPO", "SFT", "DPO", "RM")
@@ -200,7 +201,7 @@ def explain(key: Key) -> str:
     if key.functions:
         choices = list(key.functions)
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
-        text += f"; one of {', '.join(choices)}"
+        text += f"; {'one of ' if choices[1:] else 'or '}{', '.join(choices)}"
     if key.functions:
         text += "; or `file.py:function`"
     limits = []

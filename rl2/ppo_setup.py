@@ -34,6 +34,7 @@ from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
+from rl2.gpu_memory import choose_for_device
 from rl2.inputs import make_chat_template
 from rl2.model.folder import (
     check_model,
@@ -97,6 +98,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     `functions` are the environment, in the place of rollout.env_path.
     """
     device = init_distributed()
+    choose_for_device(config, device)
     folder = RunFolder(config)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
     if needs_critic(config.adv.estimator) and config.critic.model_name:

@@ -70,6 +70,7 @@ def make_config(kind: type, model: str, keys: dict):
     for section in sections:
         section.model_name = model
         section.max_length_per_device = LENGTH
+        section.gradient_checkpointing = True
         for key, value in keys.items():
             setattr(section, key, value)
     return resolved(config)

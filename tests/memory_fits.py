@@ -32,6 +32,7 @@ def make_plan(model: str, method: str) -> Plan:
     """The plan of GRPO on one GPU with the shape of `model`."""
     config = PPOConfig()
     config.actor.max_length_per_device = LENGTH
+    config.actor.gradient_checkpointing = True
     config.data.max_length = LENGTH // 4
     config.rollout.train_sampling_params.max_new_tokens = LENGTH - LENGTH // 4
     for key, value in METHODS[method].items():

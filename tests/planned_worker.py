@@ -161,7 +161,7 @@ class FakeGpu:
     def worker(self, name="small", critic=False, num_updates=10, **keys) -> Worker:
         folder = self.folder / name
         make_config(name).save_pretrained(folder)
-        config = WorkerConfig(model_name=str(folder), **keys)
+        config = WorkerConfig(**{"model_name": str(folder), "gradient_checkpointing": True} | keys)
         source = ModelsWithoutValues(self.memory)
         return Worker(config, PLANNED_DEVICE, critic, num_updates, source=source)
 

@@ -2,13 +2,21 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import memory_fits
 import pytest
 import shapes
+import torch
 from common import launch, make_model, run, run_main
+from configs import resolved
+from transformers import AutoConfig
 
+from rl2 import gpu_memory
+from rl2.config.schema import PPOConfig, SFTConfig
+from rl2.parallel.device import GIB
+from rl2.tools.memory import predict
 from rl2.tools.plan import main
 
 SIZES = {
@@ -43,6 +51,129 @@ def test_the_table_of_the_docs_has_the_plan_of_today():
     assert plans["qwen3-0.6b qlora"] == asdict(memory_fits.make_plan("qwen3-0.6b", "qlora")), (
         "run python tests/memory_fits.py and python docs/generate.py"
     )
+
+
+EXPERTS = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 3,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+ESTIMATED = [  # (shape or family, changes of its config, processes, keys)
+    ("qwen3-1.7b", {"num_hidden_layers": 6}, 1, {}),  # embedding and head are tied
+    ("qwen2.5-7b", {"num_hidden_layers": 4}, 8, {}),  # 7 queries share a key
+    ("qwen2.5-7b", {"num_hidden_layers": 4}, 8, {"fsdp_size": 4, "optimizer": "muon"}),
+    ("qwen3-8b", {"num_hidden_layers": 4}, 1, {"lora_rank": 16}),
+    ("qwen3-8b", {"num_hidden_layers": 4}, 4, {"lora_rank": 16, "quantize_base": "nf4"}),
+    ("qwen3_moe", EXPERTS, 2, {"offload_optimizer": True}),
+    ("gemma3_text", {"num_hidden_layers": 6, "vocab_size": 65536}, 2, {"offload_model": True}),
+]
+
+
+@pytest.mark.parametrize(("shape", "changes", "world", "keys"), ESTIMATED)
+def test_the_estimate_of_auto_is_on_the_safe_side(tmp_path, shape, changes, world, keys):
+    """Of the plan, which counts what the code allocates: it is above it, and not by much."""
+    if shape in shapes.SHAPES:
+        model_config = shapes.make_config(shape, **changes)
+    else:
+        model_config = AutoConfig.for_model(shape, **changes)
+    model_config.save_pretrained(tmp_path)
+    config = SFTConfig()
+    config.data.batch_size = 1000
+    config.actor = replace(
+        config.actor, model_name=str(tmp_path), max_length_per_device=8192, **keys
+    )
+    [model] = gpu_memory.measure(config, world)[0].values()
+    for num_again in (0, 1, len(model.layers)):
+        config.actor.gradient_checkpointing = num_again
+        plan = predict(config, world)
+        assert model.resting == pytest.approx(plan.steady, rel=0.01, abs=2**16)
+        assert 1 <= model.updating(8192, num_again) / plan.peaks["update"] < 1.25, num_again
+
+
+MODEL = ("qwen3-1.7b", {"num_hidden_layers": 6})
+CHOICES = [  # (GiB of the GPU, keys, the length and the layers that run again)
+    (79.2, {}, 32768, False),
+    (32, {}, 16384, False),
+    (24, {}, 8192, False),
+    (20, {}, 8192, 3),
+    (10, {}, 8192, True),  # it does not fit
+    (20, {"max_length_per_device": 4096}, 4096, False),
+    (20, {"gradient_checkpointing": False}, 8192, False),
+    (32, {"gradient_checkpointing": True}, 32768, True),
+    (79.2, {"gradient_checkpointing": 2, "max_length_per_device": 512}, 512, 2),
+    (79.2, {"offload_optimizer": True, "max_length_per_device": 60000}, 60000, False),
+]
+
+
+def make_config(folder, kind=SFTConfig, **keys):
+    """A config with the model MODEL in `folder`."""
+    shapes.make_config(MODEL[0], **MODEL[1]).save_pretrained(folder)
+    config = kind()
+    config.actor = replace(config.actor, model_name=str(folder), **keys)
+    return resolved(config)
+
+
+@pytest.mark.parametrize(("gib", "keys", "length", "again"), CHOICES)
+def test_auto_takes_long_packs_and_runs_few_layers_again(tmp_path, gib, keys, length, again):
+    config = make_config(tmp_path, **keys)
+    lines = gpu_memory.choose(config, 1, int(gib * GIB))
+    actor = config.actor
+    assert (actor.max_length_per_device, actor.gradient_checkpointing) == (length, again)
+    for key in ("max_length_per_device", "gradient_checkpointing"):
+        assert any(f"actor.{key}=auto" in line for line in lines) == (key not in keys)
+    before = asdict(config)
+    assert gpu_memory.choose(config, 1, int(gib * GIB)) == [] and asdict(config) == before
+
+
+def test_auto_has_room_for_the_longest_row_and_for_the_other_models(tmp_path):
+    config = make_config(tmp_path / "long")
+    config.data.max_length = 50000
+    gpu_memory.choose(config, 1, int(30 * GIB))
+    assert config.actor.max_length_per_device == 50000
+    numbers = []
+    for estimator, coef in (("reinforce", 0.0), ("reinforce", 0.1), ("gae", 0.1)):
+        ppo = make_config(tmp_path / "model", PPOConfig)
+        ppo.adv.estimator, ppo.kl.coef, ppo.kl.type = estimator, coef, "loss"
+        gpu_memory.choose(ppo, 1, int(23 * GIB))
+        numbers.append(int(ppo.actor.gradient_checkpointing))
+        assert ppo.critic.gradient_checkpointing != "auto" != ppo.critic.max_length_per_device
+    assert numbers[0] < numbers[1]  # the reference lies beside the actor
+    assert ppo.actor.gradient_checkpointing is ppo.critic.gradient_checkpointing is True
+
+
+def test_auto_is_one_number_on_unequal_gpus_and_the_known_one_without(tmp_path, monkeypatch):
+    """All processes choose for the smallest GPU. On a CPU, in an evaluation, and for a model that
+    cannot be counted, all layers run again."""
+    card = SimpleNamespace(total_memory=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(gpu_memory, "all_gather_objects", lambda _: [80 * GIB, 32 * GIB])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    config = make_config(tmp_path)
+    gpu_memory.choose_for_device(config, torch.device("cuda"))
+    assert config.actor.max_length_per_device == 16384
+    evaluation = make_config(tmp_path, PPOConfig)
+    evaluation.trainer.eval_only = True
+    refused = make_config(tmp_path / "refused")
+    AutoConfig.for_model("gemma2", num_hidden_layers=1).save_pretrained(tmp_path / "refused")
+    for config, size in ((make_config(tmp_path), None), (evaluation, GIB), (refused, 80 * GIB)):
+        lines = gpu_memory.choose(config, 1, size)
+        assert config.actor.max_length_per_device == 8192
+        assert config.actor.gradient_checkpointing is True
+        assert ("softcap" in "".join(lines)) == (config is refused), lines
+
+
+def test_kept_copies_and_gradients_take_six_bytes_a_weight(tmp_path):
+    config = make_config(tmp_path)
+    [model] = gpu_memory.measure(config, 8)[0].values()
+    num_weights = sum(part.trained for part in [model.outside, *model.layers])
+    in_layers = sum(part.trained for part in model.layers)
+    kept = model.updating(8192, 0, keep_gathered=True) - model.updating(8192, 0)
+    assert kept == 2 * in_layers + 4 * num_weights  # others are gathered all the time
 
 
 def make_large_config(folder) -> str:

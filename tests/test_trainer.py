@@ -75,7 +75,8 @@ def test_grpo_learns_and_writes_its_files(setup, tmp_path):
         advantages = [record["advantage"] for record in records if record["group"] == group]
         assert sum(advantages) == pytest.approx(0, abs=1e-5)
     assert len(list((run / "rollouts/test").iterdir())) == 3
-    assert (run / "config.yaml").exists()
+    config = (run / "config.yaml").read_text()
+    assert "max_length_per_device: 8192" in config  # not auto: what it was here
     AutoModelForCausalLM.from_pretrained(run / "model")
     AutoTokenizer.from_pretrained(run / "model")
     tests = {line["step"]: line["test/reward/mean"] for line in lines if line["step"] in (6, 12)}

@@ -78,9 +78,13 @@ def old_policy_is_sampler(config: PPOConfig) -> bool:
     return bool(config.trainer.rollouts_from) or is_ahead
 
 
-def needs_reference(config: PPOConfig) -> bool:
-    """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
-    return bool(config.kl.coef) or "ref_logps" in policy_loss_needs(config.actor.loss)
+def needs_reference(config: Config) -> bool:
+    """Whether the loss, or PPO's KL term, needs the log-probabilities of a reference model."""
+    if isinstance(config, PPOConfig):
+        return bool(config.kl.coef) or "ref_logps" in policy_loss_needs(config.actor.loss)
+    if isinstance(config, DPOConfig):
+        return bool(PREFERENCE_LOSS_CHOICES.look_up(config.dpo.loss).needs)
+    return False
 
 
 def compares_pairs(config: Config) -> bool:
@@ -88,6 +92,14 @@ def compares_pairs(config: Config) -> bool:
     if not isinstance(config, DPOConfig):
         return isinstance(config, RMConfig)
     return PREFERENCE_LOSS_CHOICES.look_up(config.dpo.loss).in_pairs
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest sequence that the trainer may run."""
+    length: int = config.data.max_length
+    if isinstance(config, PPOConfig):
+        length += config.rollout.max_turns * config.rollout.train_sampling_params.max_new_tokens
+    return length
 
 
 def needs_reference_point(loss: str) -> bool:

@@ -40,7 +40,6 @@ DROPPED = {
     "adapter": "model_name=RUN/model, which has the adapters merged in (peft: merge_and_unload)",
     "rollout.lora": "rl2 as it is: the embedded engine applies adapters where it can",
     "report_freq": "rl2 report RUN, also while it runs",
-    "gradient_checkpointing=auto": "true, or a number of layers that fits by rl2 plan",
     "drop_solved": "rollout.filter=[0,1], which replaces solved prompts after they are sampled",
     "data.curriculum": "rollout.filter=[0,1], which replaces prompts that teach nothing",
     "data.curriculum_interval": "rollout.filter=[0,1], which replaces prompts that teach nothing",

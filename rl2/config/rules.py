@@ -133,7 +133,7 @@ def wrong_choices(config: Config) -> Iterator[Row]:
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
-                number = [] if key.above is None else ["a number"]
+                number = [] if key.above is key.at_least is None else ["a number"]
                 yield name, f": choose {', '.join(list(key.choices) + number)}"
 
 
@@ -312,7 +312,7 @@ def wrong_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Row
                 f"a trajectory may get: data.max_length {length} + {turns} x max_new_tokens "
                 f"{answer}"
             )
-        if tokens and 0 < tokens * model.sp_size < total:
+        if isinstance(tokens, int) and 0 < tokens * model.sp_size < total:
             text = f" is shorter than {longest} = {total}; raise it, or lower the others"
             yield f"{name}.{limit}", text
 

@@ -139,8 +139,11 @@ class ModelConfig:
     )
     sp_size: PositiveInt = key(1, "processes that share each sequence (ring attention)")
     tp_size: PositiveInt = key(1, "processes that share each matrix (tensor parallelism)")
-    max_length_per_device: PositiveInt = key(
-        8192, "tokens of a micro-batch per process; also limits the longest sequence"
+    max_length_per_device: PositiveInt | str = key(
+        "auto",
+        "tokens of a micro-batch per process; also limits the longest sequence; auto: 8192, on a "
+        "GPU up to 32768 if no layer runs again",
+        choices=("auto",),
     )
     max_inference_length_per_device: PositiveInt | None = key(
         None, "the same for passes without gradients; by default max_length_per_device"
@@ -158,14 +161,17 @@ class WorkerConfig(ModelConfig):
     optimizer_dir: str | None = key(
         None, "start with the optimizer state in this folder, which save_optimizer wrote"
     )
-    gradient_checkpointing: bool | NonNegativeInt = key(
-        True, "recompute all layers, or a number of them, in the backward pass; saves memory"
+    gradient_checkpointing: bool | NonNegativeInt | str = key(
+        "auto",
+        "recompute all layers, or a number of them, in the backward pass; saves memory; auto: all, "
+        "on a GPU as few as its memory allows",
+        choices=("auto",),
     )
     keep_gathered: bool | str = key(
         "auto",
-        "hold whole weights and gradients from the first to the last micro-batch of an update, "
-        "which is faster and takes 6 bytes a weight of the model, or 2 in one process; auto: in "
-        "one process",
+        "keep whole weights and gradients over the micro-batches of an update; faster, for 6 bytes "
+        "a weight of the whole model (2 in one process); auto: in one process, on GPUs where they "
+        "fit",
         choices=("auto",),
     )
     lora_rank: NonNegativeInt = key(
@@ -308,9 +314,9 @@ class CriticConfig(RolloutWorkerConfig):
     fsdp_size: int = follows("actor.fsdp_size")
     sp_size: int = follows("actor.sp_size")
     tp_size: int = follows("actor.tp_size")
-    max_length_per_device: int = follows("actor.max_length_per_device")
+    max_length_per_device: int | str = follows("actor.max_length_per_device")
     max_inference_length_per_device: int | None = follows("actor.max_inference_length_per_device")
-    gradient_checkpointing: bool | int = follows("actor.gradient_checkpointing")
+    gradient_checkpointing: bool | int | str = follows("actor.gradient_checkpointing")
     keep_gathered: bool | str = follows("actor.keep_gathered")
     offload_model: bool = follows("actor.offload_model")
     offload_optimizer: bool = follows("actor.offload_optimizer")

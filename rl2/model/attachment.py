@@ -33,6 +33,12 @@ class ModelSettings:
         """Whether only what is attached is trained, and a critic's head."""
         return self.trainable and self.config.lora_rank > 0
 
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of the parameters, but for adapters: those of a model that is trained whole are fp32."""
+        all_in_fp32 = self.trainable and not self.freezes_base
+        return torch.float32 if all_in_fp32 else self.dtype
+
 
 class Attachment:
     """A feature that attaches to a model. It overrides what it needs; these methods do nothing.

@@ -77,27 +77,16 @@ def load_model(
     weights that are incomplete.
     """
     name, trainable = settings.config.model_name, settings.trainable
-    config = AutoConfig.from_pretrained(name)
-    model_class = language_model_class(config)
-    if settings.critic:
-        config.num_labels = 1
-        model_class = AutoModelForSequenceClassification
+    model_class, config = read_config(settings)
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
     source.admit(name, config, settings.critic)
 
-    # Every process builds the model without memory, as it will be trained, with rl2's attention.
-    all_in_fp32 = trainable and not settings.freezes_base
-    parameter_dtype = torch.float32 if all_in_fp32 else settings.dtype
-    with init_empty_weights(include_buffers=False):
-        plain = without_quantization(config)
-        hf = model_class.from_config(plain, attn_implementation="rl2", dtype=parameter_dtype)
-    attachments = attach_all(settings, hf)
-    hf.tie_weights()  # meta parameters lose their ties
-
-    # The first process reads the weights, before the model is cut: a problem ends all of them here.
-    read = partial(source.read, model_class, name, config, parameter_dtype)
+    # Every process builds the model without memory. The first process reads the weights, before the
+    # model is cut: a problem ends all of them here.
+    hf, attachments = empty_model(settings, model_class, config)
+    read = partial(source.read, model_class, name, config, settings.parameter_dtype)
     full = _read_whole(read, attachments)
 
     # Tensor parallelism cuts the model, then FSDP. Each process gets its part of every weight.
@@ -118,14 +107,16 @@ def load_model(
     )
     idle = idle_parts(hf)
     compute_dtype = settings.dtype if trainable else None
+    recomputed = settings.config.gradient_checkpointing if trainable else False
     keep_gathered = settings.config.keep_gathered if trainable else False
+    assert not isinstance(recomputed, str), "gpu_memory.py puts a number in the place of auto"
     if isinstance(keep_gathered, str):  # auto
         keep_gathered = is_single_process()
     fsdp.shard(
         model,
         mesh,
         compute_dtype,
-        trainable and settings.config.gradient_checkpointing,
+        recomputed,
         contexts=keep_attention,
         idle=idle,
         keep_gathered=keep_gathered,
@@ -134,6 +125,29 @@ def load_model(
     if isinstance(model, FSDPModule):
         return model, fsdp.ShardedWeights(model, keep_gathered)
     return model, WholeWeights(model, compute_dtype, idle)
+
+
+def read_config(settings: ModelSettings) -> tuple[AutoClass, PreTrainedConfig]:
+    """Returns the class of transformers that makes the model, and the config of the model."""
+    config = AutoConfig.from_pretrained(settings.config.model_name)
+    if settings.critic:
+        config.num_labels = 1
+        return AutoModelForSequenceClassification, config
+    return language_model_class(config), config
+
+
+def empty_model(
+    settings: ModelSettings, model_class: AutoClass, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, list[Attachment]]:
+    """The model without memory, as it will be trained, with rl2's attention; what is attached."""
+    with init_empty_weights(include_buffers=False):
+        plain = without_quantization(config)
+        hf = model_class.from_config(
+            plain, attn_implementation="rl2", dtype=settings.parameter_dtype
+        )
+    attachments = attach_all(settings, hf)
+    hf.tie_weights()  # meta parameters lose their ties
+    return hf, attachments
 
 
 def _read_whole(

@@ -14,8 +14,16 @@ from typing import Any
 import torch
 
 from rl2.batch import Batch
-from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl, sends_adapters
+from rl2.config.conditions import (
+    compares_pairs,
+    count_samplers,
+    has_full_kl,
+    longest_row,
+    needs_reference,
+    sends_adapters,
+)
 from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTConfig, worker_names
+from rl2.gpu_memory import OUTSIDE_BYTES
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import AdamW, Muon
 from rl2.parallel.device import GIB, PLANNED_DEVICE
@@ -23,16 +31,12 @@ from rl2.parallel.planned_device import MemoryTracker
 from rl2.ppo_setup import SHARE_BESIDE_TRAINER
 from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_process import ModelsWithoutValues, planned_process
-from rl2.trainer.dpo import needs_reference, preference_loss
+from rl2.trainer.dpo import preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_models
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, SharedReference, Worker
-
-# What a GPU holds besides tensors: contexts of CUDA and NCCL, SGLang's graphs, gaps between
-# tensors. An estimate that has not been measured.
-OUTSIDE_BYTES = 3 * GIB
 
 
 @dataclass
@@ -168,7 +172,7 @@ def run_offline(config: OfflineConfig, recorder: PlanRecorder, device: torch.dev
         getattr(config, name), device, critic=name == "critic", num_updates=1
     )
     reference = None
-    if isinstance(config, DPOConfig) and needs_reference(config.dpo):
+    if needs_reference(config):
         reference = worker.reference()
     if isinstance(config, SFTConfig):
         loss, row_multiple = sft_loss, 1
@@ -194,14 +198,6 @@ def run_offline(config: OfflineConfig, recorder: PlanRecorder, device: torch.dev
     recorder.plan.steady = recorder.memory.bytes
 
 
-def longest_row(config: Config) -> int:
-    """Tokens of the longest sequence that the trainer may run."""
-    length: int = config.data.max_length
-    if isinstance(config, PPOConfig):
-        length += config.rollout.max_turns * config.rollout.train_sampling_params.max_new_tokens
-    return length
-
-
 def full_batch(
     worker: Worker | SharedReference,
     longest: int,
@@ -216,7 +212,7 @@ def full_batch(
     No row is longer than `longest`, and there are at most `rows`, those of a step. `row_multiple`
     rows follow each other as a group.
     """
-    config = worker.config
+    config: Any = worker.config
     budget = config.max_length_per_device
     if inference and config.max_inference_length_per_device:
         budget = config.max_inference_length_per_device

@@ -51,10 +51,11 @@ def print_plan(config: Config, num_gpus: int, gpu_gib: float | None) -> bool:
 
     from rl2.config.conditions import count_samplers
     from rl2.config.rules import loaded_models
+    from rl2.gpu_memory import OUTSIDE_BYTES, choose
     from rl2.model.folder import check_config
     from rl2.parallel.device import GIB
     from rl2.run.signals import user_errors
-    from rl2.tools.memory import OUTSIDE_BYTES, judge, predict, totals
+    from rl2.tools.memory import judge, predict, totals
 
     if gpu_gib is None:
         gpu_gib = USUAL_GPU_GIB
@@ -65,6 +66,8 @@ def print_plan(config: Config, num_gpus: int, gpu_gib: float | None) -> bool:
         for name, model in loaded_models(config).items():
             if model.model_name:  # a critic's may be the actor's
                 check_config(f"{name}.model_name", model.model_name)
+        for line in choose(config, num_gpus, int(gpu_gib * GIB)):
+            print(line)
         plan = predict(config, num_gpus - num_samplers)
     if num_samplers:
         print(

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_preference_loss
 from rl2.batch import Batch, Sample, collate, scored_spans
-from rl2.config.conditions import compares_pairs, needs_reference_point
+from rl2.config.conditions import compares_pairs, needs_reference, needs_reference_point
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, to_samples
 from rl2.data.formats import labels
@@ -36,7 +36,7 @@ def train(run: OfflineRun) -> None:
     config = run.config.dpo
     loss_fn = partial(preference_loss, config)
     in_pairs = compares_pairs(run.config)
-    if needs_reference(config):
+    if needs_reference(run.config):
         run.reference = run.worker.reference()
         for test in run.test_batches.values():
             test.ref_logps = run.reference.score(test).logps
@@ -108,11 +108,6 @@ def preference_loss(
         metrics["chosen_loss"] = (-inputs.chosen_mean_logp * loss_weights).sum().detach()
         loss = loss - config.sft_coef * inputs.chosen_mean_logp
     return (loss * loss_weights).sum(), metrics
-
-
-def needs_reference(config: DPOLossConfig) -> bool:
-    """Whether the loss compares with the start model. If not, none is loaded."""
-    return bool(find_preference_loss(config.loss).needs)
 
 
 def find_reference_point(run: OfflineRun, batch: Batch) -> Tensor:

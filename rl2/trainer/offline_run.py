@@ -10,6 +10,7 @@ from rl2.batch import Batch, scored_spans
 from rl2.config.conditions import compares_pairs
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind
+from rl2.gpu_memory import choose_for_device
 from rl2.inputs import (
     count_steps,
     make_chat_template,
@@ -46,6 +47,7 @@ class OfflineRun:
         self.reference: Worker | SharedReference | None = None  # `train` of DPO loads it
         [self.worker_name] = worker_names(config)
         device = init_distributed()
+        choose_for_device(config, device)
         folder = RunFolder(config)
         is_critic = self.worker_name == "critic"
         worker_config = getattr(config, self.worker_name)

@@ -1,4 +1,4 @@
-"""Compares the memory of training on one GPU with what the memory plan says."""
+"""Compares the memory of training on one GPU with what the memory plan and auto say."""
 
 import gc
 import multiprocessing
@@ -13,6 +13,7 @@ from tools import DRY, make_model, reset_peak
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
+from rl2.gpu_memory import choose, measure
 from rl2.parallel.mesh import init_distributed
 from rl2.tools.memory import Plan, predict, run_phases
 
@@ -60,8 +61,16 @@ def plan():
                 *keys,
             ],
         )
+        choose(config, 1, None)
+        trained, frozen = measure(config, 1)
+        actor = trained["actor"]
+        num_again = len(actor.layers) * bool(config.actor.gradient_checkpointing)
+        estimate = frozen + actor.updating(8192, num_again)
         planned = plan_without_gpu(config)
         measured = measure_phases(config)
+        share = estimate / measured.peaks["update"]
+        record(**{f"{layout}_auto": f"estimated {share:.0%} of the update"})
+        assert 0.95 < share, f"auto's estimate is {share:.0%} of the update"
         for phase, peak in measured.peaks.items():
             share = planned.peaks[phase] / peak
             record(**{f"{layout}_{phase}": f"{peak / 2**30:.3g} GiB, planned {share:.0%}"})
