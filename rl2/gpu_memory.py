@@ -59,8 +59,10 @@ def choose(config: Config, num_processes: int, gpu_bytes: int | None) -> list[st
     trained: dict[str, Footprint] = {}
     frozen = 0
     sections = {name: getattr(config, name) for name in worker_names(config)}
-    values = [(x.gradient_checkpointing, x.max_length_per_device) for x in sections.values()]
-    is_open = any(AUTO in pair for pair in values)
+    is_open = any(
+        AUTO in (x.gradient_checkpointing, x.max_length_per_device, x.keep_gathered)
+        for x in sections.values()
+    )
     if gpu_bytes is not None and is_open and not config.trainer.eval_only:
         try:
             trained, frozen = measure(config, num_processes - count_samplers(config))
@@ -109,7 +111,7 @@ def fit(
 
     Packs are the longest with which no layer runs again, since a host pays for packs and layers and
     not for tokens. If there are none, they are the shortest, and as few layers as possible run
-    again. `longest` tokens a process must fit.
+    again. Weights stay gathered if there is room beside that. `longest` tokens a process must fit.
     """
     tokens, again = section.max_length_per_device, section.gradient_checkpointing
     lengths = [tokens] if isinstance(tokens, int) else [max(x, longest) for x in LENGTHS]
@@ -119,8 +121,12 @@ def fit(
         counts = [min(again, num_layers) if type(again) is int else num_layers * again]
     cases = [(length, counts[0]) for length in lengths] + [(lengths[-1], x) for x in counts]
     room = int((1 - MARGIN) * gpu_bytes) - OUTSIDE_BYTES - others
-    fitting = (case for case in cases if model.updating(*case) <= room)
+    is_kept = section.keep_gathered is True
+    fitting = (case for case in cases if model.updating(*case, is_kept) <= room)
     length, count = next(fitting, cases[-1])
+    if section.keep_gathered == AUTO:
+        is_kept = model.updating(length, count, keep_gathered=True) <= room
+        section.keep_gathered = is_kept
     words = []
     if again == AUTO:
         section.gradient_checkpointing = {0: False, num_layers: True}.get(count, count)
@@ -129,6 +135,6 @@ def fit(
     if tokens == AUTO:
         section.max_length_per_device = length
         words.append(f"{name}.max_length_per_device=auto: {length} tokens")
-    total = (others + model.updating(length, count)) / GIB
+    total = (others + model.updating(length, count, is_kept)) / GIB
     words.append(f"tensors of an update take about {total:.1f} of {gpu_bytes / GIB:.1f} GiB")
     return ["; ".join(words)] if len(words) > 1 else []

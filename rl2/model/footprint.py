@@ -41,6 +41,7 @@ class Part:
     """A layer, or all that is in no layer."""
 
     copy: int  # bytes of the whole weights, in the dtype of the computation
+    cast: int  # those of weights that are kept in another dtype
     trained: int  # weights with a gradient
     kept: float = 0.0  # bytes that a token leaves from the forward to the backward pass
     kept_again: float = 0.0  # the same, if the layer runs again
@@ -57,12 +58,14 @@ class Footprint:
         if settings.trainable:  # neither changes what a run holds, and both take time
             config = replace(config, compile=False, dither_weights=False)
         self.settings = replace(settings, config=config)
+        self.is_alone = num_processes == 1
         self.num_shards = config.fsdp_size or num_processes // config.tp_size
         hf, attachments = empty_model(self.settings, *read_config(settings))
         layers = find_layers(hf, idle_parts(hf))
         self.layers = [self._gather(layer.parameters()) for layer in layers]
         self.outside = self._gather(hf.parameters())
         self.outside.copy -= sum(layer.copy for layer in self.layers)
+        self.outside.cast -= sum(layer.cast for layer in self.layers)
         self.outside.trained -= sum(layer.trained for layer in self.layers)
         self.weights = self.gradients = self.moments = 0
         is_muon = settings.trainable and config.optimizer == "muon"
@@ -84,11 +87,12 @@ class Footprint:
         return ceil_div(ceil_div(rows, self.num_shards) * row, self.settings.config.tp_size)
 
     def _gather(self, weights: Iterable[nn.Parameter]) -> Part:
-        part = Part(0, 0)
+        part = Part(0, 0, 0)
         for weight in weights:
             dtype = self.settings.dtype if weight.is_floating_point() else weight.dtype
             size = weight.numel() // self.settings.config.tp_size
             part.copy += size * dtype.itemsize
+            part.cast += size * dtype.itemsize * (weight.dtype != dtype)
             part.trained += size * weight.requires_grad
         return part
 
@@ -106,15 +110,19 @@ class Footprint:
         """Bytes at the peak of an update with micro-batches of `tokens` tokens a process.
 
         The first `num_again` layers run again in the backward pass. With `keep_gathered` the whole
-        weights stay on all processes from one micro-batch to the next, and whole gradients in fp32.
+        weights stay on all processes from one micro-batch to the next, and whole gradients in fp32;
+        a process that is alone has these anyway, and copies only what is in another dtype.
         """
         again, others = self.layers[:num_again], self.layers[num_again:]
-        total = self.weights + self.moments + self.gradients + self.copies
-        if keep_gathered:
-            total += sum(layer.copy for layer in self.layers)
-            total += 4 * sum(part.trained for part in [self.outside, *self.layers])
-        elif self.num_shards == 1:  # where FSDP drops the copies of layers that run again alone
-            total += sum(layer.copy for layer in others)
+        parts = [self.outside, *self.layers]
+        if keep_gathered and self.is_alone:
+            whole = sum(part.cast for part in parts)
+        elif keep_gathered:
+            whole = sum(part.copy + 4 * part.trained for part in parts)
+        else:
+            whole = self.copies
+            if self.num_shards == 1:  # FSDP drops the copies of layers that run again alone
+                whole += sum(layer.copy for layer in others)
         largest = max((layer.kept for layer in self.layers), default=0.0)
         kept = self.outside.kept + sum(layer.kept_again for layer in again)
         kept += max(sum(layer.kept for layer in others), largest)
@@ -122,9 +130,12 @@ class Footprint:
         # the copy, and in fp32 while it travels.
         in_head = CHUNKS_OF_LOGITS * 4 * LOGITS_PER_CHUNK["cuda"]
         in_layer = SHARE_OF_BACKWARD * largest * tokens
-        in_layer += 6 * max((layer.trained for layer in self.layers), default=0)
+        in_layer += (2 if keep_gathered else 6) * max(
+            (layer.trained for layer in self.layers), default=0
+        )
         passing = max(kept * tokens + max(in_head, in_layer), 4 * self.outside.trained)
-        return total + 2 * self.outside.trained + int(passing)
+        resting = self.weights + self.moments + self.gradients
+        return resting + whole + 2 * self.outside.trained + int(passing)
 
     def _count_tokens(
         self, hf: PreTrainedModel, layers: list[nn.Module], attachments: list[Attachment]
