@@ -90,6 +90,7 @@ def _own_process() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+        gc.unfreeze()
         gc.collect()  # models are in cycles of references
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run.folder import RunFolder
 from rl2.run.records import Record
-from rl2.run.signals import StopSignal
+from rl2.run.signals import StopSignal, freeze_loaded
 from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
 
@@ -87,6 +87,7 @@ class Recorder:
         From here on a signal lets the current step finish.
         """
         step, start = self.start_step, self.folder.start
+        freeze_loaded()
         if self._is_test_due(step) and (step == 0 or start.lacks_test):
             tests = self._evaluate(step)
             self._judge(step, tests)  # 0 is no candidate, but a metric that is not there is found

@@ -1,6 +1,7 @@
 """`rl2.train`: the command line's numbers, and a process that goes on as before."""
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -153,9 +154,11 @@ def test_rows_files_and_the_command_line_give_the_same_bits(
 
 
 def test_runs_follow_each_other_in_a_process(model, unchanged_process):
-    errors = []
+    errors, frozen = [], []
+    gc.unfreeze()  # what the tests have loaded
 
     def train_in_a_run(messages, answer):
+        frozen.append(gc.get_freeze_count())
         with pytest.raises(RuntimeError) as error:
             train_ppo(model, "inner")
         errors.append(str(error.value))
@@ -163,6 +166,7 @@ def test_runs_follow_each_other_in_a_process(model, unchanged_process):
 
     first = train_ppo(model, "first", reward_fn=train_in_a_run)
     assert set(errors) == {"this process is training already: call rl2.train after that run"}
+    assert frozen[-1] and not gc.get_freeze_count(), "only steps leave out what has been loaded"
     for train, name in ((train_ppo, "second"), (train_in_event_loop, "third")):
         again = train(model, name)
         assert read_untimed_metrics(again.path) == read_untimed_metrics(first.path)

@@ -133,6 +133,15 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
         gc.freeze()
 
 
+def freeze_loaded() -> None:
+    """Lets Python's searches for cycles leave out all that has been loaded.
+
+    A search through it takes a third of a second, and a rollout of 4,096 answers makes three.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Shows an error that a user can fix as one message, and ends the process with status 1.

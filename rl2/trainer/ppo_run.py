@@ -37,7 +37,7 @@ from rl2.rollout.sampling import Sampling
 from rl2.rollout.saved import SavedRollouts, StartModel, hash_tokens, pack_tokens
 from rl2.rollout.stats import add_token_columns, to_records
 from rl2.rollout.trajectory import Trajectory
-from rl2.run.signals import StopSignal
+from rl2.run.signals import StopSignal, freeze_loaded
 from rl2.worker import SharedReference, Worker
 
 
@@ -216,6 +216,7 @@ class SamplerRun:
         A first signal ends no sampler: the trainers, which get it too, need the rollouts ahead.
         """
         StopSignal().listen()
+        freeze_loaded()
         serve(self.serving)
         self.sampling.close()
         dist.destroy_process_group()
