@@ -80,6 +80,24 @@ def test_hanging_calls_leave_no_threads_behind(tmp_path, prefix):
     wait_until(lambda: set(threading.enumerate()) <= before)
 
 
+def test_calls_follow_each_other_in_a_thread_until_one_is_late(tmp_path):
+    text = """
+        import threading, time
+        own = threading.local()
+        def reward_fn(messages, seconds):
+            time.sleep(seconds)
+            own.calls = getattr(own, "calls", 0) + 1
+            return own.calls
+    """
+    env = load(tmp_path, text, timeout=0.3)
+    before = set(threading.enumerate())
+    assert [call(env, seconds=0)["reward"] for _ in range(3)] == [1, 2, 3]
+    assert "did not return" in str(failure(env, seconds=2))
+    assert [call(env, seconds=0)["reward"] for _ in range(2)] == [1, 2]
+    env.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, prefix):
     env = load(tmp_path, f"{prefix}def reward_fn(messages): return 1")

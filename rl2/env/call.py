@@ -1,8 +1,8 @@
 """Calls the environment, so that no call can stop or block the run.
 
 Async functions run on one event loop, in a thread that lives as long as the run, other functions in
-a thread for each call; or all of them in a pool of processes. A call that raises, takes too long or
-returns a wrong value raises EnvError.
+threads, one call at a time in each; or all of them in a pool of processes. A call that raises,
+takes too long or returns a wrong value raises EnvError.
 """
 
 import asyncio

@@ -17,6 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 PLACEHOLDER_KEY = "rl2"  # its value if the user has set none
@@ -133,10 +134,19 @@ def check_signature(function: Callable, name: str) -> None:
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
 
 
+_kept_signature = lru_cache(maxsize=64)(inspect.signature)
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    """The signature. Reading it takes a fifth of a short call, so that of a function is kept."""
+    is_kept = inspect.isfunction(function)  # a kept method would keep its object
+    return _kept_signature(function) if is_kept else inspect.signature(function)
+
+
 def required_columns(function: Callable) -> list[str]:
     """The columns that a row must have: parameters without a default that are not given anyway."""
     columns = []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in signature_of(function).parameters.items():
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if by_name and parameter.default is parameter.empty and name not in GIVEN_INPUTS:
             columns.append(name)
@@ -152,7 +162,7 @@ def select_arguments(
     `inputs` are for those functions only that name them, and give way to columns.
     """
     available = dict(inputs) | row | {"messages": messages}
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     names = set(signature.parameters)
     if _takes_all_columns(signature):
         names |= {"messages"} | row.keys()

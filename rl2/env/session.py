@@ -3,13 +3,12 @@
 A call may run in another process, so nothing here needs more than the standard library.
 """
 
-import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from rl2.env.contract import METHOD
+from rl2.env.contract import METHOD, signature_of
 
 CLOSE = METHOD + "close"  # the last call of a trajectory, also without this method
 
@@ -33,7 +32,7 @@ class Session:
         owner, _, method = name.rpartition(".")
         function = getattr(self.environment, method) if owner else functions[name]
         own = {"state": self.state, "environment": self.environment}
-        parameters = inspect.signature(function).parameters
+        parameters = signature_of(function).parameters
         return partial(function, **{key: own[key] for key in own.keys() & set(parameters)})
 
 

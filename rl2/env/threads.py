@@ -1,7 +1,8 @@
 """Calls functions of an env file in threads of this process, each with a limit of time.
 
-A sync function runs in a thread of its own. Async ones share one event loop, in a thread that lives
-as long as the run: sessions that were opened on the loop stay usable in later calls.
+A call of a sync function has a thread of its own, which later calls use too. Async ones share one
+event loop, in a thread that lives as long as the run: sessions that were opened on the loop stay
+usable in later calls.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from rl2.env.contract import EnvError, LateError
@@ -42,25 +44,37 @@ class CallEnded(BaseException):
 
 
 class CallThread(threading.Thread):
-    """Runs a function. `result` is done when it has ended. It does not delay the process's exit."""
+    """Runs functions, one at a time. It does not delay the process's exit."""
 
     def __init__(self, name: str, function: Callable[[], object]):
         super().__init__(name=name, daemon=True)
+        self._functions: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self.call(function)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Runs a function when the last one has ended. `result` is done when this one has."""
         self.result: concurrent.futures.Future = concurrent.futures.Future()
         # The future cannot be cancelled from here on, so a late result is not an error.
         self.result.set_running_or_notify_cancel()
-        self._function = function
-        self._lock = threading.Lock()
+        self._functions.put(function)
+
+    def finish(self) -> None:
+        """Ends the thread when its function has ended."""
+        self._functions.put(None)
 
     def run(self) -> None:
-        try:
-            value = self._function()
-            with self._lock:
-                self.result.set_result(value)
-        except BaseException as error:
-            with self._lock:
-                if not self.result.done():
-                    self.result.set_exception(error)
+        while function := self._functions.get():
+            value = None
+            try:
+                value = function()
+                with self._lock:
+                    self.result.set_result(value)
+            except BaseException as error:
+                with self._lock:
+                    if not self.result.done():
+                        self.result.set_exception(error)
+            del function, value  # nothing of a call stays while the thread waits for the next one
 
     def end(self) -> None:
         """Raises CallEnded in the function, as soon as it runs Python code."""
@@ -70,10 +84,15 @@ class CallThread(threading.Thread):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
 
-def start_thread(name: str, function: Callable[[], object]) -> CallThread:
-    """Runs `function` in a new thread. EnvError if the machine has no room for one."""
+def start_thread(name: str, function: Callable[[], object], is_kept: bool = False) -> CallThread:
+    """Runs `function` in a new thread, which others may follow in if it `is_kept`.
+
+    EnvError if the machine has no room for one.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     thread = CallThread(name, function)
+    if not is_kept:
+        thread.finish()
     try:
         thread.start()
     except RuntimeError as error:
@@ -124,6 +143,8 @@ class Threads:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
+        self._kept: set[CallThread] = set()  # for further calls, as no call was late
+        self._idle: list[CallThread] = []  # those of them that run no call
         self._loop: LoopThread | None = None  # the first call of an async function starts it
         self._blocked_at = 0.0  # when a late call last saw that the loop was blocked
         self._blocker = ""  # by what it was blocked then
@@ -132,7 +153,13 @@ class Threads:
         """Returns the checked result of a call. EnvError if it fails or takes too long."""
         if is_async:
             return await self._run_async(name, function, arguments)
-        thread = start_thread(name, partial(_call, name, function, arguments))
+        call = partial(_call, name, function, arguments)
+        if self._idle:
+            thread = self._idle.pop()
+            thread.call(call)
+        else:
+            thread = start_thread(name, call, is_kept=True)
+            self._kept.add(thread)
         try:
             return await self._wait(name, thread.result)
         except LateError as error:
@@ -141,10 +168,19 @@ class Threads:
                 "rollout.env_isolation=process kills such calls"
             ) from None
         finally:
-            thread.end()
+            if thread.result.done() and thread in self._kept:
+                self._idle.append(thread)
+            else:
+                self._kept.discard(thread)
+                thread.finish()
+                thread.end()
 
     def close(self) -> None:
-        """Ends the loop and what runs on it."""
+        """Ends the threads, and the loop and what runs on it."""
+        for thread in self._kept:  # also those whose call nobody waits for any more
+            thread.finish()
+        self._kept.clear()
+        self._idle.clear()
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
