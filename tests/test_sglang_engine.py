@@ -1,5 +1,6 @@
 """Tests what the SGLang engine does for GPUs. tests/sglang/ runs the real SGLang on a CPU."""
 
+import asyncio
 import itertools
 import os
 from contextlib import nullcontext
@@ -9,7 +10,9 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
+from rl2 import progress
 from rl2.engine import sglang
+from rl2.engine.base import SamplingParams
 from rl2.parallel.device import GIB
 from rl2.parallel.worlds import buckets
 
@@ -71,6 +74,39 @@ def test_training_waits_for_the_memory_of_its_own_gpu(monkeypatch, looks, messag
     rank._free_bytes = lambda: next(looks) * GIB
     with pytest.raises(RuntimeError, match=message) if message else nullcontext():
         sglang.SGLangEngine._release_memory(rank)
+
+
+def test_one_timer_marks_while_requests_are_in_flight(monkeypatch):
+    monkeypatch.setattr(sglang, "SECONDS_BETWEEN_MARKS", 0.01)
+    engine = object.__new__(sglang.SGLangEngine)
+    engine.loop = asyncio.new_event_loop()
+    engine.num_requests = engine.num_aborts = engine.version = 0
+    engine.vocabulary, engine.max_length = 9, 99
+    may_answer, params = asyncio.Event(), SamplingParams(max_new_tokens=2)
+
+    async def async_generate(**request):
+        await may_answer.wait()
+        told = [(-0.5, 7, None), (-0.25, 8, None)]
+        meta = {"output_token_logprobs": told, "finish_reason": {"type": "length"}}
+        return {"meta_info": meta}
+
+    async def count_marks(seconds=0.1):
+        before = progress.num_marks
+        await asyncio.sleep(seconds)
+        return progress.num_marks - before
+
+    async def main():
+        requests = [engine.generate([1, 2], params, (0, i)) for i in range(50)]
+        answers = asyncio.gather(*requests)
+        assert 2 <= await count_marks() <= 20
+        may_answer.set()
+        for answer in await answers:
+            assert (answer.tokens, answer.logps, answer.version) == ([7, 8], [-0.5, -0.25], 0)
+        assert not await count_marks()
+
+    engine.engine = SimpleNamespace(async_generate=async_generate)
+    engine.loop.run_until_complete(main())
+    engine.loop.close()
 
 
 def test_sglang_is_refused_where_it_would_ignore_a_window():

@@ -19,6 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -203,7 +204,7 @@ class ChatTemplate:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens with its special tokens, spaces unchanged."""
-        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(np.asarray(tokens), clean_up_tokenization_spaces=False))
 
     def decode_reply(self, tokens: Sequence[int], stop_token_ids: Collection[int]) -> str:
         """The content of a sampled turn: its text without the special token that ended it.

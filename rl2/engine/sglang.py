@@ -91,6 +91,7 @@ class SGLangEngine(Engine):
         self.version: int | None = 0
         self.asleep = False
         self.num_aborts = 0
+        self.num_requests = 0  # in flight
         config = AutoConfig.from_pretrained(settings.model_name)
         model = empty_language_model(config)
         self.files = CheckpointFormat(model)
@@ -186,7 +187,9 @@ class SGLangEngine(Engine):
             "sampling_seed": single_seed(seed),
         }
         num_aborts = self.num_aborts
-        marks = asyncio.create_task(_mark_regularly())
+        if not self.num_requests:
+            self._mark()
+        self.num_requests += 1
         try:
             answer = await self.engine.async_generate(
                 input_ids=list(prompt),
@@ -196,7 +199,9 @@ class SGLangEngine(Engine):
                 routed_experts_start_len=params.experts_from or 0,
             )
         finally:
-            marks.cancel()
+            self.num_requests -= 1
+            if not self.num_requests:
+                self.next_mark.cancel()
         meta = answer["meta_info"]
         logps = [entry[0] for entry in meta["output_token_logprobs"]]
         tokens = [entry[1] for entry in meta["output_token_logprobs"]]
@@ -217,6 +222,11 @@ class SGLangEngine(Engine):
             num_tokens = len(prompt) + len(tokens) - 1 - params.experts_from
             experts = self._read_experts(told)[:num_tokens]
         return Generation(tokens, logps, reason, self.version, experts=experts)
+
+    def _mark(self) -> None:
+        """Marks while requests are in flight: SGLang's own watchdog ends a scheduler that hangs."""
+        mark()
+        self.next_mark = self.loop.call_later(SECONDS_BETWEEN_MARKS, self._mark)
 
     def _read_experts(self, told: str) -> np.ndarray:
         """[tokens, routers, choices] from SGLang's [tokens, layers, choices] int32 in base64."""
@@ -570,13 +580,6 @@ def _free_ports(count: int) -> list[int]:
                 break
         dist.barrier()
     return ports
-
-
-async def _mark_regularly() -> None:
-    """Marks while a request is in flight: SGLang's own watchdog ends a scheduler that hangs."""
-    while True:
-        mark()
-        await asyncio.sleep(SECONDS_BETWEEN_MARKS)
 
 
 def _raise_child_failed(number: int, frame: object) -> None:
