@@ -82,12 +82,14 @@ def test_hanging_calls_leave_no_threads_behind(tmp_path, prefix):
 
 def test_calls_follow_each_other_in_a_thread_until_one_is_late(tmp_path):
     text = """
-        import threading, time
+        import contextvars, threading, time
         own = threading.local()
+        variable = contextvars.ContextVar("variable", default=0)
         def reward_fn(messages, seconds):
             time.sleep(seconds)
             own.calls = getattr(own, "calls", 0) + 1
-            return own.calls
+            variable.set(variable.get() + 1)
+            return own.calls if variable.get() == 1 else -1.0
     """
     env = load(tmp_path, text, timeout=0.3)
     before = set(threading.enumerate())

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -67,7 +68,7 @@ class CallThread(threading.Thread):
         while function := self._functions.get():
             value = None
             try:
-                value = function()
+                value = Context().run(function)  # without the variables of earlier calls
                 with self._lock:
                     self.result.set_result(value)
             except BaseException as error:
