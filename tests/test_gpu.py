@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from common import ROOT, launch, read_jsonl
+from common import ROOT, conversation, launch, make_model, read_jsonl, write_jsonl
 
 GPU = ROOT / "tests/gpu"
 sys.path.insert(0, str(GPU))
@@ -50,13 +50,25 @@ def models(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory):
+    """The folder of the part gsm8k."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    make_model(folder / "model")
+    for name in ("train", "test"):
+        rows = [{"messages": conversation(i)[:2]} for i in range(24)]
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    return folder
+
+
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_can_be_rehearsed_on_a_cpu(tmp_path, monkeypatch, models, name):
+def test_a_part_can_be_rehearsed_on_a_cpu(tmp_path, monkeypatch, models, gsm8k, name):
     part, figures = PARTS[name], tmp_path / "figures"
     figures.touch()
     for key, value in {
         "RL2_DEVICE": "cpu",
         "RL2_GPU_MODELS": models,
+        "RL2_GPU_GSM8K": gsm8k,
         "RL2_GPU_FIGURES": figures,
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

@@ -30,6 +30,7 @@ PARTS = {
     "sglang": Part("engines.py", 300, ("sglang_contract",)),
     "sglang_7b": Part("runs.py", 400, ("sglang_contract", "resume")),
     "sglang_resume": Part("runs.py", 500, ("sglang_contract",)),
+    "gsm8k": Part("runs.py", 500, ("device",)),
     "plan": Part("memory.py", 90, ("device",)),
     "local_contract": Part("engines.py", 60, ("device",), "contract", ("local", 16)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),

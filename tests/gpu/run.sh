@@ -11,7 +11,8 @@
 # requirements. The parts named sglang* also need sglang, and vllm_contract needs vllm.
 # SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine.
 #
-# RL2_GPU_MODELS is a folder where the models stay between calls.
+# RL2_GPU_MODELS is a folder where the models stay between calls. RL2_GPU_GSM8K is the folder of the
+# part gsm8k, see runs.py: with a real model, and rows.
 #
 # RL2_DEVICE=cpu rehearses the parts on a CPU with tiny shapes. This tests the parts, not the GPU.
 set -euo pipefail

@@ -5,12 +5,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import letter_run, read_metrics, write_letter_task
+from common import letter_run, read_jsonl, read_metrics, write_jsonl, write_letter_task
 from figures import Skip, record
 from parity import make_batch
 from tools import DRY, check_memory_is_free, make_model, need, sglang_args, used_gib
@@ -36,6 +35,14 @@ def run_program(*command):
 def torchrun(world, *command):
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     run_program(*words, *command)
+
+
+def run_trainer(trainer, *keys, world=1):
+    command = ["-m", f"rl2.trainer.{trainer}", *keys]
+    if DRY and world == 1:  # without torchrun
+        run_program(*command)
+    else:
+        torchrun(world, *command)
 
 
 def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world=1):
@@ -66,10 +73,8 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world
             "trainer.disable_wandb=true",
             *more,
         ]
-        # On a CPU without torchrun.
-        run = run_program if DRY and world == 1 else partial(torchrun, world)
         start = time.perf_counter()
-        run("-m", "rl2.trainer.ppo", *keys)
+        run_trainer("ppo", *keys, world=world)
         record(seconds=time.perf_counter() - start)
         lines = read_metrics(folder / "run")[-steps:]
         assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -139,6 +144,53 @@ def sglang_two():
 
 def local_grpo():
     grpo("local", "small", steps=2 if DRY else 3)
+
+
+def gsm8k():
+    """SFT of a real model on GSM8K, then GRPO of the result with SGLang.
+
+    The folder RL2_GPU_GSM8K has `model`, and train.jsonl and test.jsonl: conversations, the reply
+    of which is a solution that ends in "#### 72".
+    """
+    source = os.environ.get("RL2_GPU_GSM8K")
+    if source is None:
+        raise Skip("RL2_GPU_GSM8K names no folder with a model and the rows of GSM8K")
+    if not DRY:
+        need("sglang")
+    with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
+        files = {"path": "train.jsonl", "test_path": "test.jsonl"}
+        for name in files.values():
+            rows = []
+            for row in read_jsonl(Path(source, name)):
+                *prompt, reply = row["messages"]
+                rows.append({"messages": prompt, "answer": reply["content"]})
+            write_jsonl(Path(folder, name), rows)
+        keys = ["actor.gradient_checkpointing=false", "actor.max_length_per_device=16384"]
+        run_trainer(
+            "sft",
+            *[f"data.{key}={source}/{name}" for key, name in files.items()],
+            f"actor.model_name={source}/model",
+            "actor.lr=1e-4",
+            "actor.scheduler=cosine",
+            f"data.batch_size={4 if DRY else 64}",
+            "data.max_length=512",
+            f"trainer.save_dir={folder}/sft",
+            "trainer.disable_wandb=true",
+            *keys,
+        )
+        lines = read_metrics(Path(folder, "sft"))
+        losses = [line["test/loss"] for line in lines if "test/loss" in line]
+        record(first_loss=losses[0], last_loss=losses[-1])
+        assert losses[-1] < losses[0] * (1 if DRY else 0.8)
+        keys += [f"data.{key}={folder}/{name}" for key, name in files.items()]
+        keys += ["data.max_length=256", "actor.lr=1e-5", "actor.offload_model=false"]
+        if not DRY:  # where it learns the letters: a random model earns nothing in GSM8K
+            keys += ["rollout.env_path=gsm8k", "rollout.max_running=512", *sglang_keys()]
+        steps = 2 if DRY else 10
+        keys += [f"trainer.test_freq={steps}"]
+        engine, prompts = ("local", 4) if DRY else ("sglang", 64)
+        lines = grpo(engine, f"{folder}/sft/model", *keys, prompts=prompts, steps=steps)
+    record(**{key: value for key, value in lines[-1].items() if key.startswith("test/reward")})
 
 
 # Layouts of two GPUs, by the part that compares each with one process.
