@@ -11,7 +11,7 @@ from ring import Pack, as_pack, check
 
 from rl2.attention import kernels as attention
 from rl2.attention.kernels import Block, backward_block, forward_block
-from rl2.attention.ring import PackedAttention
+from rl2.attention.ring import PackedAttention, keep_attention
 from rl2.packing import zigzag
 
 
@@ -42,6 +42,29 @@ def test_documents_within_the_window_are_computed_as_without_it():
     q, k, v = (torch.randn(1, n, 55, 16).bfloat16() for n in (4, 2, 2))
     assert torch.equal(attend(None, q, k, v, 0.2, 50), attend(None, q, k, v, 0.2))
     assert not torch.equal(attend(None, q, k, v, 0.2, 49), attend(None, q, k, v, 0.2))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_compiled_attention_is_one_operator(window):
+    attend = packed_attention([0, 30, 50, 55], [(1, 2, 0)])
+    compiled = torch.compile(attend.__call__, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    sizes = (4, 16), (2, 16), (2, 8)  # values are narrower
+    q, k, v = (torch.randn(1, 55, *size).transpose(1, 2).requires_grad_() for size in sizes)
+    sinks = torch.randn(4, requires_grad=True)
+    inputs = q, k, v, sinks
+    results = []
+    for function in (attend, compiled):
+        out = function(None, q, k, v, 0.2, window, sinks)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0])
+    first, again = keep_attention()
+    with torch.no_grad():
+        with first:
+            out = compiled(None, q, k, v, 0.2, window, sinks)
+        out.zero_()  # compiled code may use its memory for something else
+        with again:
+            assert torch.equal(compiled(None, q, k, v, 0.2, window, sinks), results[0][0])
 
 
 class FlashOperators:

@@ -265,7 +265,6 @@ def _hook(
     `attend` is the PackedAttention that the caller passed to the model's forward. It travels
     through every layer as a keyword, so no global can go stale.
     """
-    mark()
     if attend is None:
         raise ValueError(
             f"{type(module).__name__} is not given the keywords of the model's forward"
@@ -277,8 +276,3 @@ def _hook(
 
 
 AttentionInterface.register("rl2", _hook)
-
-
-def leave_attention_uncompiled() -> None:
-    """In compiled layers attention runs as it is: it asks the pack, the ring and the kernels."""
-    AttentionInterface.register("rl2", torch.compiler.disable(_hook))

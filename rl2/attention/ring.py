@@ -10,6 +10,7 @@ Shapes: L local packed tokens, H query heads, G key heads, D head size.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from rl2.attention.kernels import (
     sinks_gradient,
 )
 from rl2.attention.pages import Pages
+from rl2.progress import mark
 
 
 @dataclass
@@ -75,6 +77,8 @@ class PackedAttention:
     No dataclass: FSDP would copy it, and its blocks, at every layer.
     """
 
+    living: WeakValueDictionary[int, "PackedAttention"] = WeakValueDictionary()  # by their numbers
+
     def __init__(
         self,
         chunks: list[Chunks],
@@ -92,6 +96,8 @@ class PackedAttention:
         size = self.ring.size
         self.sources = [(self.ring.rank - step) % size for step in range(size)]
         self.blocks: dict[int | None, Blocks] = {}  # by the window of the layer
+        self.number = id(self)
+        self.living[self.number] = self
 
     def __call__(
         self,
@@ -113,11 +119,13 @@ class PackedAttention:
             # The kernels want equal head sizes, which latent attention (DeepSeek) does not have.
             value = F.pad(value, (0, query.shape[-1] - width))
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        blocks = self._blocks(sliding_window)
-        out = _Attention.apply(q, k, v, sinks, self, blocks, scaling)
+        if torch.compiler.is_dynamo_compiling():
+            out, _ = torch.ops.rl2.attend(q, k, v, sinks, self.number, sliding_window, scaling)
+        else:
+            out = _Attention.apply(q, k, v, sinks, self, sliding_window, scaling)
         return out[None, ..., :width]
 
-    def _blocks(self, window: int | None) -> Blocks:
+    def blocks_of(self, window: int | None) -> Blocks:
         if window is not None and window >= self.layout.longest_document:
             window = None  # it hides nothing
         if window not in self.blocks:
@@ -187,8 +195,10 @@ def _from_first_run(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tenso
     return out, lse
 
 
-def _forward(q, k, v, sinks, attention, blocks, scale) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, sinks, attention, window, scale) -> tuple[Tensor, Tensor]:
     """(out [L, H, D], lse [L, H])."""
+    mark()
+    blocks = attention.blocks_of(window)
     if blocks.pages:
         return blocks.pages.attend(q, k, v, scale, sinks)
     for step, (keys, values) in enumerate(attention.travel(k, v)):
@@ -206,6 +216,43 @@ def _forward(q, k, v, sinks, attention, blocks, scale) -> tuple[Tensor, Tensor]:
     return out.to(q.dtype), lse
 
 
+def _backward(attention, window, scale, d_out, q, k, v, out, lse) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    blocks = attention.blocks_of(window)
+    if attention.ring.size == 1 and not blocks.cross[0]:  # a sum of one block
+        return backward_block(d_out, q, k, v, out, lse, blocks.causal, scale)
+    pending_dkv = None
+    for step, (keys, values) in enumerate(attention.travel(k, v)):
+        # dq and dkv are sums over blocks, in fp32.
+        if step == 0:
+            dq, dk, dv = backward_block(d_out, q, keys, values, out, lse, blocks.causal, scale)
+            dq = dq.float()
+            dkv = torch.stack((dk, dv)).float()
+        else:
+            dkv = torch.zeros(2, *keys.shape, device=q.device)
+        for block in blocks.cross[step]:
+            rows = block.queries
+            block_dq, block_dk, block_dv = backward_block(
+                d_out[rows],
+                q[rows],
+                keys[block.keys],
+                values[block.keys],
+                out[rows],
+                lse[rows],
+                block,
+                scale,
+            )
+            dq.index_add_(0, rows, block_dq.float())
+            dkv.index_add_(1, block.keys, torch.stack((block_dk, block_dv)).float())
+        # The gradient follows its keys around the ring and ends at their rank.
+        if pending_dkv is not None:
+            dkv += pending_dkv.wait()
+        if attention.ring.size > 1:
+            pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
+    dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype, copy=True)
+
+
 class _Attention(torch.autograd.Function):
     """q [L, H, D], k and v [L, G, D], sinks [H] or None -> [L, H, D].
 
@@ -213,47 +260,57 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, attention, blocks, scale):
-        out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, attention, blocks, scale))
+    def forward(ctx, q, k, v, sinks, attention, window, scale):
+        out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, attention, window, scale))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = attention, blocks, scale
+        ctx.settings = attention, window, scale
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, blocks, scale = ctx.settings
         d_sinks = None if sinks is None else sinks_gradient(d_out, out, lse, sinks)
-        if attention.ring.size == 1 and not blocks.cross[0]:  # a sum of one block
-            gradients = backward_block(d_out, q, k, v, out, lse, blocks.causal, scale)
-            return *gradients, d_sinks, None, None, None
-        pending_dkv = None
-        for step, (keys, values) in enumerate(attention.travel(k, v)):
-            # dq and dkv are sums over blocks, in fp32.
-            if step == 0:
-                dq, dk, dv = backward_block(d_out, q, keys, values, out, lse, blocks.causal, scale)
-                dq = dq.float()
-                dkv = torch.stack((dk, dv)).float()
-            else:
-                dkv = torch.zeros(2, *keys.shape, device=q.device)
-            for block in blocks.cross[step]:
-                rows = block.queries
-                block_dq, block_dk, block_dv = backward_block(
-                    d_out[rows],
-                    q[rows],
-                    keys[block.keys],
-                    values[block.keys],
-                    out[rows],
-                    lse[rows],
-                    block,
-                    scale,
-                )
-                dq.index_add_(0, rows, block_dq.float())
-                dkv.index_add_(1, block.keys, torch.stack((block_dk, block_dv)).float())
-            # The gradient follows its keys around the ring and ends at their rank.
-            if pending_dkv is not None:
-                dkv += pending_dkv.wait()
-            if attention.ring.size > 1:
-                pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
-        dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), d_sinks, None, None, None
+        attention, window, scale = ctx.settings
+        gradients = _backward(attention, window, scale, d_out, q, k, v, out, lse)
+        return *gradients, d_sinks, None, None, None
+
+
+@torch.library.custom_op("rl2::attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, n: int, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`_forward` of pack `n` for compiled layers, which see one operator and do not look into it.
+
+    They take the memory of its results, and rely on the strides.
+    """
+    attention, run = PackedAttention.living[n], _LayerRun.current
+    out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, attention, window, scale))
+    if run and not run.is_again:  # it keeps these
+        out, lse = out.clone(), lse.clone()
+    return out.contiguous(), lse.T.contiguous().T
+
+
+@torch.library.custom_op("rl2::attend_backward", mutates_args=())
+def _attend_backward(
+    tensors: list[Tensor], n: int, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _backward(PackedAttention.living[n], window, scale, *tensors)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _save(ctx, inputs, output):
+    q, k, v, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
+
+
+def _gradients(ctx, d_out, _):
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    d_sinks = None if sinks is None else sinks_gradient(d_out, out, lse, sinks)
+    return *_attend_backward([d_out, q, k, v, out, lse], *ctx.settings), d_sinks, None, None, None
+
+
+_attend.register_fake(
+    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[1::-1], dtype=torch.float32).T)
+)
+_attend_backward.register_fake(lambda x, *_: tuple(qkv.new_empty(qkv.shape) for qkv in x[1:4]))
+_attend.register_autograd(_gradients, setup_context=_save)

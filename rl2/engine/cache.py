@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS, attend_pages
 from rl2.attention.ring import PackedAttention
+from rl2.progress import mark
 from rl2.rounding import ceil_div, round_up
 
 GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
@@ -99,6 +100,7 @@ class KVCache:
 
         query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
         """
+        mark()
         n, num_heads, _, _ = query.shape
         if sliding_window not in self.masks:
             hidden = self.distances < 0

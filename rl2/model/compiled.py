@@ -1,9 +1,8 @@
-"""Layers that torch.compile compiles whole, for any number of tokens; attention stays as it is."""
+"""Layers that torch.compile compiles whole, for any number of tokens; attention is an operator."""
 
 import torch
 from transformers import PreTrainedModel
 
-from rl2.attention.kernels import leave_attention_uncompiled
 from rl2.model.attachment import Attachment, ModelSettings
 from rl2.parallel.fsdp import find_layers
 
@@ -27,7 +26,6 @@ class CompiledLayers(Attachment):
                 f"compile=true does not work with tp_size={config.tp_size}: set compile=false or "
                 "tp_size=1"
             )
-        leave_attention_uncompiled()
         torch._dynamo.config.recompile_limit = MOST_VARIANTS
         for layer in find_layers(hf):  # within checkpoint and FSDP's hooks
             layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -144,7 +144,10 @@ class TokenModel(nn.Module):
         for part in self.attachments:
             part.before_forward(pack, attend.layout, tokens.shape[1])
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
-        return body.last_hidden_state[0, pack.hidden_index]
+        hidden = body.last_hidden_state[0, pack.hidden_index]
+        if hidden.requires_grad:  # compiled layers do not keep `attend` for the backward pass
+            hidden.register_hook(lambda gradient, kept=attend: None)
+        return hidden
 
     def iter_weights(self, read: Read) -> Iterator[tuple[str, DTensor]]:
         """Every parameter of the model that is exported by its Hugging Face name, sharded.
