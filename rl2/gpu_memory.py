@@ -67,7 +67,8 @@ def choose(config: Config, num_processes: int, gpu_bytes: int | None) -> list[st
         try:
             trained, frozen = measure(config, num_processes - count_samplers(config))
         except Exception as error:  # admission will say what is wrong with the model
-            lines.append(f"auto cannot tell what fits, so all layers run again: {error}")
+            reason = str(error).partition("\n")[0]
+            lines.append(f"auto cannot tell what fits, so all layers run again: {reason}")
     rows_together = 2 if compares_pairs(config) else 1
     for name, section in sections.items():
         longest = ceil_div(longest_row(config) * rows_together, section.sp_size)
