@@ -19,7 +19,7 @@ from rl2.config.conditions import (
 from rl2.config.rules import loaded_models
 from rl2.config.schema import Config, PPOConfig, WorkerConfig, model_name, worker_names
 from rl2.model.attachment import ModelSettings
-from rl2.model.footprint import Footprint
+from rl2.model.footprint import HEAD_BYTES, Footprint
 from rl2.parallel.device import GIB, PLANNED_DEVICE, compute_dtype
 from rl2.parallel.mesh import all_gather_objects
 from rl2.parallel.rank import is_first_rank
@@ -94,8 +94,9 @@ def measure(config: Config, num_processes: int) -> tuple[dict[str, Footprint], i
         footprint = Footprint(settings, num_processes)
         if is_trained:
             trained[name] = footprint
-        elif isinstance(config, PPOConfig) and has_full_kl(config):  # a teacher in the update
-            frozen += footprint.weights + footprint.copies
+        elif isinstance(config, PPOConfig) and has_full_kl(config):
+            # The teacher runs in the update; the KL is a second head with a gradient of its weight.
+            frozen += footprint.weights + footprint.copies + footprint.outside.copy + HEAD_BYTES
         else:
             frozen += footprint.resting
     actor = trained.get("actor")

@@ -168,6 +168,25 @@ def test_auto_is_one_number_on_unequal_gpus_and_the_known_one_without(tmp_path, 
         assert ("softcap" in "".join(lines)) == (config is refused), lines
 
 
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_the_estimate_counts_the_models_beside_the_updated_one(tmp_path, has_teacher):
+    config = make_config(tmp_path, PPOConfig, max_length_per_device=8192, entropy=0.01)
+    config.adv.estimator, config.kl.coef, config.kl.type = "gae", 0.1, "loss"
+    config.critic.offload_optimizer, config.critic.max_length_per_device = True, 8192
+    config.data.prompts_per_rollout = 1000
+    if has_teacher:
+        config.teacher.model_name, config.teacher.kl = str(tmp_path), "full"
+    trained, frozen = gpu_memory.measure(config, 2)
+    for again in (False, True):
+        config.actor.gradient_checkpointing = config.critic.gradient_checkpointing = again
+        totals = []
+        for name, model in trained.items():
+            others = sum(trained[other].resting for other in trained if other != name)
+            totals.append(frozen + others + model.updating(8192, again * len(model.layers)))
+        plan = predict(config, 2)
+        assert 1 <= max(totals) / plan.peaks["update"] < 1.25, (again, totals)
+
+
 @pytest.mark.parametrize(
     ("gib", "world", "is_kept"), [(24, 1, True), (15, 1, False), (24, 2, True), (15, 2, False)]
 )

@@ -30,8 +30,8 @@ from rl2.parallel.planned_device import PlannedDevice
 from rl2.rounding import ceil_div
 
 COUNTED_TOKENS = 1024
-# The head's backward pass holds this many chunks of logits in fp32, with an entropy.
-CHUNKS_OF_LOGITS = 3.5
+# The head's backward pass holds up to 3.5 chunks of logits in fp32, with an entropy.
+HEAD_BYTES = int(3.5 * 4 * LOGITS_PER_CHUNK["cuda"])
 # What a layer's backward pass takes beside what its forward pass has kept, as a share of that.
 SHARE_OF_BACKWARD = 0.5
 
@@ -128,12 +128,11 @@ class Footprint:
         kept += max(sum(layer.kept for layer in others), largest)
         # The head runs backward, then each layer, then the embedding. A gradient is in the dtype of
         # the copy, and in fp32 while it travels.
-        in_head = CHUNKS_OF_LOGITS * 4 * LOGITS_PER_CHUNK["cuda"]
         in_layer = SHARE_OF_BACKWARD * largest * tokens
         in_layer += (2 if keep_gathered else 6) * max(
             (layer.trained for layer in self.layers), default=0
         )
-        passing = max(kept * tokens + max(in_head, in_layer), 4 * self.outside.trained)
+        passing = max(kept * tokens + max(HEAD_BYTES, in_layer), 4 * self.outside.trained)
         resting = self.weights + self.moments + self.gradients
         return resting + whole + 2 * self.outside.trained + int(passing)
 
