@@ -323,11 +323,12 @@ def test_documents_of_several_chunks(name):
 
 
 @each("lfm2")
-def test_layers_that_would_be_cut_are_refused(name):
+def test_layers_that_would_be_cut_or_compiled_are_refused(name):
     hf = AutoModelForCausalLM.from_pretrained(name)
-    for key in ("sp_size", "tp_size"):
-        settings = ModelSettings(worker_config(name, **{key: 2}), torch.float32)
-        with pytest.raises(ValueError, match=rf"{key}=2: .* \(Lfm2ShortConv\).* set {key}=1"):
+    for key, value, right in (("sp_size", 2, 1), ("tp_size", 2, 1), ("compile", True, "false")):
+        settings = ModelSettings(worker_config(name, **{key: value}), torch.float32)
+        message = rf"(?i){key}={value}: .* \(Lfm2ShortConv\).* set {key}={right}"
+        with pytest.raises(ValueError, match=message):
             RecurrentLayers.attach(settings, hf)
 
 

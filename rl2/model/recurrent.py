@@ -67,6 +67,12 @@ class RecurrentLayers(Attachment):
                     f"to token ({type(layer).__name__}), which rl2 does not cut over processes: "
                     f"set {key}=1"
                 )
+        if config.compile:  # it takes minutes, and fails for Qwen3.5
+            raise ValueError(
+                f"compile=true: {config.model_name} has layers that carry a state from token to "
+                f"token ({type(layer).__name__}), whose code would be compiled again for each "
+                "number of documents in a pack: set compile=false"
+            )
         return cls(hf)
 
     def before_forward(self, pack: Pack, layout: Layout, num_tokens: int) -> None:
