@@ -255,7 +255,9 @@ def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
     """They are the last two of three. On a CPU the real one cannot be asked."""
     name = make_model(tmp_path / "model", "glm4_moe", tied=False, **FAMILIES["glm4_moe"])
     engine = object.__new__(SGLangEngine)
-    engine.vocabulary, engine.max_length, engine.num_aborts, engine.version = 99, 99, 0, 0
+    engine.vocabulary, engine.max_length, engine.version = 99, 99, 0
+    engine.num_aborts, engine.num_requests = 0, 0
+    engine.loop = asyncio.new_event_loop()
     engine.choices_shape = (-1, 3, 2)
     model = empty_language_model(AutoConfig.from_pretrained(name))
     engine.router_layers = find_router_layers(name, model)
@@ -272,10 +274,11 @@ def test_of_all_layers_that_sglang_tells_of_those_with_a_router_count(tmp_path):
 
     def ask(**params):
         params = SamplingParams(max_new_tokens=1, **params)
-        return asyncio.run(engine.generate([3, 4, 5], params, (0,)))
+        return engine.loop.run_until_complete(engine.generate([3, 4, 5], params, (0,)))
 
     assert ask(experts_from=1).experts.tolist() == [[[11, 12], [21, 22]], [[12, 13], [22, 23]]]
     assert ask().experts is None
+    engine.loop.close()
 
 
 def balance_of_transformers(name):
