@@ -5,7 +5,8 @@
 The keys are those of an actor, such as gradient_checkpointing=false. The model is a random Llama of
 30 narrow layers in bf16. Calls are those that cProfile counts, kernels the operators of torch that
 are no views. Attention is one operator forward and one backward, as on a GPU. Counts repeat
-exactly; they do not depend on the processor.
+exactly; they do not depend on the processor. With compile=true the kernels are still those of eager
+mode, in which they are counted.
 """
 
 import collections
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from rl2.attention import ring
 from rl2.batch import Sample, collate
 from rl2.config.schema import WorkerConfig
-from rl2.parallel.mesh import init_distributed
+from rl2.parallel.mesh import broadcast_object, init_distributed
 from rl2.worker import Worker
 
 LAYERS, MICRO_BATCHES, ROWS, LENGTH = 30, 4, 4, 17
@@ -76,10 +77,13 @@ def main() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     settings = {"dtype": "bfloat16", "max_length_per_device": ROWS * (LENGTH - 1)}
+    settings["gradient_checkpointing"] = True
     settings |= OmegaConf.to_container(OmegaConf.from_dotlist(sys.argv[1:]))
     with tempfile.TemporaryDirectory() as folder:
+        folder = broadcast_object(folder)
         config = LlamaConfig(num_hidden_layers=LAYERS, **sizes, **heads)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # on the first rank
+        dist.barrier()
         worker = Worker(WorkerConfig(model_name=folder, **settings), device, num_updates=100)
     ring.forward_block, ring.backward_block = forward_block, backward_block
     tokens, zeros = list(range(LENGTH)), [0.0] * LENGTH

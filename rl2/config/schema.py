@@ -133,9 +133,7 @@ class ModelConfig:
         "dtype of the computation; auto: bfloat16 where it is fast; weights are float32",
         choices=("auto", "float32", "bfloat16"),
     )
-    compile: bool = key(
-        False, "compile whole layers; not recurrent ones, nor with tp_size above 1"
-    )
+    compile: bool = key(False, "compile whole layers; not recurrent ones, nor with tp_size above 1")
     fsdp_size: NonNegativeInt = key(
         0, "processes that share one copy of the model, 0 = all; fewer keep several copies"
     )
