@@ -126,9 +126,6 @@ def fit(
     is_kept = section.keep_gathered is True
     fitting = (case for case in cases if model.updating(*case, is_kept) <= room)
     length, count = next(fitting, cases[-1])
-    if section.keep_gathered == AUTO:
-        is_kept = model.updating(length, count, keep_gathered=True) <= room
-        section.keep_gathered = is_kept
     words = []
     if again == AUTO:
         section.gradient_checkpointing = {0: False, num_layers: True}.get(count, count)
@@ -137,6 +134,9 @@ def fit(
     if tokens == AUTO:
         section.max_length_per_device = length
         words.append(f"{name}.max_length_per_device=auto: {length} tokens")
+    if section.keep_gathered == AUTO:
+        is_kept = section.keep_gathered = model.updating(length, count, True) <= room
+        words.append(f"{name}.keep_gathered=auto: {str(is_kept).lower()}")
     total = (others + model.updating(length, count, is_kept)) / GIB
     words.append(f"tensors of an update take about {total:.1f} of {gpu_bytes / GIB:.1f} GiB")
     return ["; ".join(words)] if len(words) > 1 else []
