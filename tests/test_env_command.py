@@ -6,7 +6,9 @@ import pytest
 from common import ROOT, read_cases, run_main, write_jsonl
 from test_ready_envs import PACKAGES
 
+from rl2.env.gold import FORMS
 from rl2.tools import env as command
+from rl2.tools.exploits import make_cases
 
 CASES = read_cases("env_command")
 ROWS = [
@@ -107,6 +109,12 @@ def test_an_env_without_fault_passes(name, try_code):
     case = CASES["fine"][name]
     status, out, _ = try_code(case["code"], *case.get("arguments", []))
     assert status == 0 and "1.000" in out and not problems(out), out
+
+
+def test_each_reply_is_tried_once():
+    """Two equal ones would share the object of an environment."""
+    cases = make_cases(ROWS, FORMS)
+    assert len(cases) == len(set(cases)) > 300
 
 
 @pytest.mark.parametrize("name", CASES["untried"])

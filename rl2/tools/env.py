@@ -52,7 +52,7 @@ def main() -> None:
         except ValueError as error:
             raise ValueError(f"data.path: {error}") from error
         rows = [all_rows[i] for i in range(min(options.rows, len(all_rows)))]
-        cases = list(make_cases(rows, FORMS + options.form))
+        cases = make_cases(rows, FORMS + options.form)
         findings = list(find_faults(config.rollout, rows, cases))
     except (ValueError, RuntimeError, OSError) as error:
         refuse([Problem("", str(error))])
