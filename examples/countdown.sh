@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # REINFORCE on Countdown (make 24 from 1, 2, 3, 4) with Qwen2.5-3B-Instruct.
-# Needs four GPUs of 40 GB or more, sglang, and a network for the model and the data. `rl2 plan`
-# predicts at least 17 GiB per GPU for the trainer in the update, and 9 GiB while SGLang generates.
-# Not run yet.
+# Needs four GPUs of 40 GB or more, sglang, and a network for the model and the data. If all layers
+# run again, `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the update, and 9 GiB
+# while SGLang generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py countdown runs/data/countdown

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
 # Needs one GPU of 80 GB, sglang, and a network for the model and the data. NUM_GPUS=8 uses eight
-# GPUs. `rl2 plan` predicts at least 32 GiB for the trainer in the update, and 20 GiB while SGLang
-# generates. Not run yet: neither its time nor its result is known. Its loop, environment and engine ran
-# with SmolLM2-135M-Instruct on one H100 (benchmarks/results/2026-11-27-h100.md).
+# GPUs. If all layers run again, `rl2 plan` predicts at least 32 GiB for the trainer in the update,
+# and 20 GiB while SGLang generates. Not run yet: neither its time nor its result is known. Its
+# loop, environment and engine ran with SmolLM2-135M-Instruct on one H100
+# (benchmarks/results/2026-11-27-h100.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py gsm8k runs/data/gsm8k

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with LoRA adapters of Qwen3-1.7B.
-# Needs one GPU of 24 GB, sglang, peft, and a network for the model and the data. `rl2 plan` predicts
-# 7 GiB for the trainer in the update, and 4 GiB while SGLang generates. Not run yet, so neither its
-# time nor its result is known.
+# Needs one GPU of 24 GB, sglang, peft, and a network for the model and the data. If all layers run
+# again, `rl2 plan` predicts 6 GiB for the trainer in the update, and 4 GiB while SGLang generates.
+# Not run yet, so neither its time nor its result is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py gsm8k runs/data/gsm8k

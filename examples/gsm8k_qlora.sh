@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with QLoRA: adapters of Qwen3-4B, whose base the trainer stores in 4 bits. SGLang has
 # the merged weights in bfloat16, 8 GiB.
-# Needs one GPU of 24 GB, sglang, peft, bitsandbytes, and a network for the model and the data.
-# `rl2 plan` predicts 8 GiB for the trainer in the update, and 4 GiB while SGLang generates. Not run
-# yet, so neither its time nor its result is known.
+# Needs one GPU of 24 GB, sglang, peft, bitsandbytes, and a network for the model and the data. If
+# all layers run again, `rl2 plan` predicts 7 GiB for the trainer in the update, and 3 GiB while
+# SGLang generates. Not run yet, so neither its time nor its result is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py gsm8k runs/data/gsm8k

@@ -2,8 +2,8 @@
 # SFT on the data of LIMO (arXiv:2502.03387) with QLoRA: adapters of Qwen3-4B, whose base is in 4
 # bits. 817 worked solutions of competition mathematics, up to 16,384 tokens each, 17 of them held out.
 # Schedule and batch size are the paper's; the learning rate is for adapters.
-# Needs one GPU of 24 GB, peft, bitsandbytes, and a network for the model and the data. `rl2 plan`
-# predicts 15 GiB in the update. Not run yet.
+# Needs one GPU of 24 GB, peft, bitsandbytes, and a network for the model and the data. If all
+# layers run again, `rl2 plan` predicts 14 GiB in the update. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py limo runs/data/limo

@@ -2,8 +2,8 @@
 # A reward model on the 77,016 pairs of Skywork-Reward-Preference-80K-v0.2 (arXiv:2410.18451), from
 # Qwen2.5-7B-Instruct. 512 pairs are held out. The data are the paper's; the keys are an untuned
 # starting point. envs/reward_model.py scores the answers of PPO with the result.
-# Needs four GPUs of 80 GB, and a network for the model and the data. `rl2 plan` predicts at least
-# 35 GiB per GPU in the update. Not run yet.
+# Needs four GPUs of 80 GB, and a network for the model and the data. If all layers run again, `rl2
+# plan` predicts at least 35 GiB per GPU in the update. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py skywork runs/data/skywork

@@ -2,8 +2,8 @@
 # DPO on UltraFeedback with the settings of Zephyr (arXiv:2310.16944, config_full.yaml of the alignment
 # handbook): zephyr-7b-sft-full on 61,135 pairs, tested on 512 of the 2,000 test pairs. The handbook
 # cuts pairs to 1,024 tokens; rl2 drops longer rows, so data.max_length is 2,048.
-# Needs four GPUs of 80 GB, and a network for the model and the data. `rl2 plan` predicts at least
-# 39 GiB per GPU in the update. Not run yet.
+# Needs four GPUs of 80 GB, and a network for the model and the data. If all layers run again, `rl2
+# plan` predicts at least 39 GiB per GPU in the update. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py ultrafeedback runs/data/ultrafeedback

@@ -24,6 +24,7 @@ class Key:
     at_most: float | None = None
     below: float | None = None
     may_be_infinite: bool = False  # inf switches a bound off
+    may_be_switch: bool = False  # also true or false
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
     is_section: bool = False
@@ -107,7 +108,9 @@ def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
         info: Key = declared[entry.name].metadata["key"]
         bounds = _bounds_of_type(declared[entry.name].type)
         wider = {bound: value for bound, value in bounds.items() if getattr(info, bound) is None}
-        yield name, replace(info, default=entry.default if make is MISSING else make(), **wider)
+        default = entry.default if make is MISSING else make()
+        is_switch = bool in get_args(declared[entry.name].type)
+        yield name, replace(info, default=default, may_be_switch=is_switch, **wider)
         if is_dataclass(make):
             yield from _walk(make, f"{name}.")
 

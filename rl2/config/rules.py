@@ -21,6 +21,7 @@ from rl2.config.conditions import (
     has_full_kl,
     has_teacher,
     loads_teacher,
+    longest_row,
     needs_critic,
     needs_reference,
     needs_reference_point,
@@ -134,7 +135,8 @@ def wrong_choices(config: Config) -> Iterator[Row]:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
                 number = [] if key.above is key.at_least is None else ["a number"]
-                yield name, f": choose {', '.join(list(key.choices) + number)}"
+                switch = ["true", "false"] if key.may_be_switch else []
+                yield name, f": choose {', '.join([*key.choices, *switch, *number])}"
 
 
 def wrong_values(config: Config, set_keys: set[str]) -> Iterator[Row]:
@@ -302,12 +304,11 @@ def wrong_lengths(config: Config, name: str, model: ModelConfig) -> Iterator[Row
         ("max_length_per_device", model.max_length_per_device, num_rows),
         ("max_inference_length_per_device", model.max_inference_length_per_device, 1),
     ):
-        total = length * rows_together
+        total = longest_row(config) * rows_together
         longest = f"a row may get: data.max_length {length} x {rows_together}"
         if isinstance(config, PPOConfig):
             turns = config.rollout.max_turns
             answer = config.rollout.train_sampling_params.max_new_tokens
-            total = length + turns * answer
             longest = (
                 f"a trajectory may get: data.max_length {length} + {turns} x max_new_tokens "
                 f"{answer}"

@@ -57,14 +57,13 @@ class WholeWeights:
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(_add_gradient, parameter))
             self.places += [(module, name, parameter, leaf) for module, name in of_parameter]
-        self.sizes = [copy.untyped_storage().nbytes() for copy in self.copies]
         self._free()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A context for forward and backward passes, in which no weight changes."""
-        for copy, size in zip(self.copies, self.sizes, strict=True):
-            copy.untyped_storage().resize_(size)
+        for copy in self.copies:
+            copy.untyped_storage().resize_(copy.nbytes)
         if self.copies:
             torch._foreach_copy_(self.copies, self.shards)
         for module, name, _, leaf in self.places:
