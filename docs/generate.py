@@ -43,6 +43,17 @@ The short help and the default of each key. Set it as `key=value` on the command
 file (`--config-dir DIR --config-name NAME`). `--help KEY` explains it in full. The rest is Hydra's:
 `--cfg job` prints the config, `--multirun KEY=A,B` runs a job for each value, one after the other,
 in `trainer.save_dir/NUMBER`, and a folder with `algo/NAME.yaml` (`--config-dir`) adds algorithms.
+The keys of a section may be one mapping, in quotes:
+`'rollout.train_sampling_params={temperature: 1.0, max_new_tokens: 512}'`. A sweep over two rates,
+in the folders runs/lr/0 and runs/lr/1:
+
+```bash
+python -m rl2.trainer.sft --multirun actor.lr=1e-5,3e-5 trainer.save_dir=runs/lr \\
+    data.path=rows.jsonl actor.model_name=MODEL
+rl2 ls runs/lr
+```
+
+It is for one process. With several, start one torchrun for each value.
 
 Values out of range are refused before a model loads. So are keys that have no effect, if they would
 mislead about the algorithm (a clip that the loss ignores). NaN is never accepted, `inf` only where

@@ -1,21 +1,18 @@
 #!/usr/bin/env bash
-# The complete DAPO (arXiv:2503.14476) on the data of orz_reinforce.sh: asymmetric clip, token mean,
-# dynamic sampling, overlong filtering and the soft overlong punishment. An update with a mean ratio
-# above 10 is skipped.
+# DAPO (arXiv:2503.14476) on the data of orz_reinforce.sh: asymmetric clip, token mean, dynamic
+# sampling, overlong filtering and the soft overlong punishment, as docs/algorithms.md lists them.
 # Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the data.
 # Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py orz runs/data/orz
-torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
+torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo algo=dapo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=16 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.weight_decay=0.1 actor.max_length_per_device=8192 \
     actor.compile=true \
     actor.sp_size=2 actor.offload_model=true actor.offload_optimizer=true actor.update_per_rollout=4 \
-    actor.clip=0.2 actor.clip_high=0.28 actor.average=token actor.skip_threshold=10 adv.norm_var=true \
-    rollout.filter=[0,1] rollout.max_refills=9 \
-    rollout.mask_truncated=true rollout.overlong_buffer=1024 rollout.overlong_penalty=1.0 \
+    rollout.max_refills=9 \
     rollout.env_path=envs/boxed.py rollout.max_running=256 \
     rollout.train_sampling_params.max_new_tokens=8192 rollout.test_sampling_params.max_new_tokens=8192 \
     trainer.experiment_name=dapo-7b trainer.test_freq=8 trainer.save_freq=16 "$@"

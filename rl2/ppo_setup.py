@@ -197,12 +197,13 @@ def _make_collector(setup: Setup, num_steps: int) -> Collector:
 
 def _choose_shapes(rollout: RolloutConfig) -> list[Shape]:
     """What is added to the rewards of a step, in this order."""
-    if rollout.overlong_buffer is None:
+    buffer = rollout.overlong_buffer
+    if not isinstance(buffer, int):  # `derive_keys` has made auto a number
         return []
     return [
         partial(
             add_overlong,
-            buffer=rollout.overlong_buffer,
+            buffer=buffer,
             penalty=rollout.overlong_penalty,
             max_new_tokens=rollout.train_sampling_params.max_new_tokens,
         )

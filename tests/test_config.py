@@ -104,7 +104,7 @@ def test_a_config_file_may_choose_algorithms_and_a_folder_may_have_more(base, tm
     (tmp_path / "mine/a.yaml").write_text("algo: dapo\nactor: {clip_high: 0.3}\n")
     words = [*base, "--config-dir=mine", "data.prompts_per_rollout=2", "actor.update_per_rollout=2"]
     config = parse(PPOConfig, [*words, "--config-name=a"])
-    assert (config.rollout.filter, config.actor.clip_high) == ([0, 1], 0.3)
+    assert (config.rollout.filter, config.actor.clip_high) == ([0.01, 0.99], 0.3)
     assert parse(PPOConfig, [*words, "--config-name=a", "algo=own"]).actor.clip == 0.05
     assert problem_keys("ppo", "--config-dir=mine", "algo=other") == [""]
     (tmp_path / "mine/b.yaml").write_text("defaults: [a, _self_]\nactor: {clip: 0.07}\n")

@@ -67,6 +67,21 @@ FOLLOWING = [  # (arguments of PPO, keys that follow them and their values)
     (LAYOUT, "critic.gradient_checkpointing=false critic.warmup_ratio=0.0"),
     (f"{LAYOUT} critic.sp_size=2", "critic.sp_size=2 critic.max_length_per_device=2048"),
     ("adv.estimator=gae actor.update_per_rollout=4", "critic.update_per_rollout=4"),
+    # Another way to set it, which wins over a preset.
+    ("algo=dapo data.batch_size=64", "actor.update_per_rollout=4 critic.update_per_rollout=4"),
+    ("data.batch_size=256", "actor.update_per_rollout=1"),
+    # A mapping sets its keys.
+    (
+        "rollout.train_sampling_params={top_k:5,max_new_tokens:7}",
+        "TRAIN.top_k=5 TEST.max_new_tokens=7",
+    ),
+    (
+        "rollout={max_turns:2,train_sampling_params:{stop:['x']}}",
+        "rollout.max_turns=2 TEST.stop=['x']",
+    ),
+    # The buffer of DAPO.
+    ("rollout.overlong_buffer=auto TRAIN.max_new_tokens=77", "rollout.overlong_buffer=19"),
+    ("rollout.overlong_buffer=auto TRAIN.max_new_tokens=8192", "rollout.overlong_buffer=1024"),
     # GAE whitens advantages.
     ("", "adv.norm_var=false"),
     ("adv.estimator=gae", "adv.norm_var=true"),

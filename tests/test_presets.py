@@ -38,7 +38,6 @@ def test_a_preset_is_its_line_in_the_docs(base, capsys, name):
     examples = {
         "dr_grpo": {"actor.average_constant=512"},  # that of the config
         "rloo": {"kl.coef=0.05", "kl.type=reward"},
-        "dapo": {"rollout.overlong_buffer=102"},
         "distillation": {"teacher.model_name=Qwen/Qwen3-8B"},
     }.get(name, set())
     assert examples <= set(keys)

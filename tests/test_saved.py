@@ -233,12 +233,31 @@ def test_only_the_start_model_has_sampled_the_first_step(runs):
 def test_the_kl_loss_of_tokens_of_another_policy_is_weighted_in_one_update_too():
     """Of what it was sampled with, such a rollout says nothing of the engine's rounding."""
     config = PPOConfig()
-    config.kl.loss_estimator, config.kl.type, config.kl.coef = "k3", "loss", 1.0
+    config.kl.loss_estimator, config.kl.type = "k3", "loss"
     batch = collate([make_sample([5, 6, 7, 8], 0)])
     batch.old_logps, batch.ref_logps = batch.engine_logps, -1.5 * batch.mask
     batch.advantages = batch.token_weights = 1.0 * batch.mask
     scores = TokenScores(logps=-0.2 * batch.mask)
-    _, metrics = actor_loss(config.actor, config.kl, batch, scores, old_policy_is_sampler=True)
+    losses = []
+    for config.kl.coef in (0.0, 1.0):
+        loss, metrics = actor_loss(
+            config.actor, config.kl, batch, scores, old_policy_is_sampler=True
+        )
+        losses.append(loss.item())
     d = -0.2 + 1.5
-    assert metrics["kl"].item() == pytest.approx(3 * exp(-0.2 + 0.5) * (exp(-d) - 1 + d))
+    assert losses[1] - losses[0] == pytest.approx(3 * exp(-0.2 + 0.5) * (exp(-d) - 1 + d))
     assert not any("mismatch" in name for name in metrics)
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 1.0), ("k2", 0.5), ("k3", exp(-1))])
+def test_the_logged_kl_is_that_of_the_sampled_tokens_by_reward_estimator(estimator, expected):
+    """With kl.type=loss, too, where another estimator is in the loss."""
+    config = PPOConfig()
+    config.kl.type, config.kl.coef, config.kl.reward_estimator = "loss", 0.1, estimator
+    batch = collate([make_sample([5, 6, 7, 8], 0)])
+    batch.old_logps, batch.ref_logps = -0.5 * batch.mask, -1.5 * batch.mask
+    batch.advantages, batch.token_weights = 1.0 * batch.mask, batch.mask / batch.mask.sum()
+    scores = TokenScores(logps=-0.2 * batch.mask)
+    config.actor.update_per_rollout = 2  # the policy has moved
+    _, metrics = actor_loss(config.actor, config.kl, batch, scores)
+    assert metrics["kl"].item() == pytest.approx(expected)

@@ -138,7 +138,8 @@ def test_all_layouts_train_the_same_policy(setup, tmp_path):
         "critic.dtype=float32",
         "kl.coef=0.01",
         "kl.type=loss",
-        "actor.update_per_rollout=2",
+        "data.batch_size=16",
+        "adv.bootstrap=true",
         "actor.lr=0.001",
         "rollout.train_sampling_params.top_k=20",
     ]

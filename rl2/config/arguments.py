@@ -6,11 +6,14 @@ each of them becomes a Problem that says what to write. Hydra reads the values.
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -108,11 +111,23 @@ def take_word(root: type, word: str, arguments: Arguments) -> None:
         arguments.problems.append(Problem("", f"{word!r} sets no key: {LOOSE_REMEDY}"))
     elif key.startswith(("hydra.", "hydra/")):
         arguments.words.append(word)
-    elif note_key(root, key, text, arguments):
+    elif all([note_key(root, *entry, arguments) for entry in named_keys(root, key, text)]):
         is_new = declared_key(key) != key or text.startswith("{")  # an entry of a map
         if text.startswith("~/"):  # Hydra takes no ~, and a shell leaves this one
             text = f'"{os.path.expanduser(text)}"'
         arguments.words.append(f"{'++' if is_new else ''}{key}={text}")
+
+
+def named_keys(root: type, key: str, text: str) -> Iterable[tuple[str, object]]:
+    """The keys that KEY=TEXT sets, with their values: of a section those of its mapping."""
+    known = schema_keys(root)
+    if text.startswith("{") and key in known and known[key].is_section:
+        try:
+            entries: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
+            return flatten(entries, prefix=f"{key}.")
+        except HydraException:  # `compose` says what cannot be read
+            pass
+    return [(key, text)]
 
 
 def take_keys(

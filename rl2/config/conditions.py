@@ -14,6 +14,8 @@ from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_nam
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
 # 2025), and docs/proofs.md.
 LORA_LR_FACTOR = 10
+# Tokens of rollout.overlong_buffer=auto.
+LONGEST_OVERLONG_BUFFER = 1024
 
 
 def estimator_needs(estimator: str) -> tuple[str, ...]:
@@ -194,7 +196,8 @@ def choose_exactness(config: PPOConfig) -> Exactness:
 def derive_keys(config: Config, set_keys: set[str]) -> None:
     """Sets what follows from other keys unless it is set itself.
 
-    lr is higher with adapters, adv.norm_var follows the estimator, and actor.correction the engine.
+    lr is higher with adapters, adv.norm_var follows the estimator, actor.correction the engine,
+    rollout.overlong_buffer max_new_tokens, and update_per_rollout data.batch_size.
     """
     for name in worker_names(config):
         worker = getattr(config, name)
@@ -207,6 +210,19 @@ def derive_keys(config: Config, set_keys: set[str]) -> None:
             config.adv.norm_var = config.adv.estimator == "gae"
         if config.actor.correction is None:
             config.actor.correction = default_correction(config)
+        if config.rollout.overlong_buffer == "auto":
+            quarter = config.rollout.train_sampling_params.max_new_tokens // 4
+            config.rollout.overlong_buffer = min(LONGEST_OVERLONG_BUFFER, max(quarter, 1))
+        if num_updates := updates_of_batch_size(config):
+            for name in worker_names(config):
+                if f"{name}.update_per_rollout" not in set_keys:
+                    getattr(config, name).update_per_rollout = num_updates
+
+
+def updates_of_batch_size(config: PPOConfig) -> int:
+    """Mini-batches of data.batch_size trajectories in a step; 0 if it is not set or not right."""
+    num_trajectories, size = config.data.trajectories_per_rollout, config.data.batch_size or 0
+    return num_trajectories // size if size > 0 and num_trajectories % size == 0 else 0
 
 
 def default_correction(config: PPOConfig) -> str:

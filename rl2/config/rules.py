@@ -27,6 +27,7 @@ from rl2.config.conditions import (
     needs_reference_point,
     old_policy_is_sampler,
     policy_loss_needs,
+    updates_of_batch_size,
 )
 from rl2.config.engines import choose_engine, has_gpu, installation_problems, installed_version
 from rl2.config.key import schema_keys
@@ -38,6 +39,7 @@ from rl2.config.schema import (
     DPOConfig,
     ModelConfig,
     PPOConfig,
+    RolloutWorkerConfig,
     WorkerConfig,
     source_name,
     teacher_model,
@@ -59,7 +61,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "rollout.overlong_penalty": ("rollout.overlong_buffer",),
     "kl.coef": ("kl.type=loss", "kl.type=reward"),
     "kl.type": ("kl.coef",),
-    "kl.reward_estimator": ("kl.type=reward",),
+    "kl.reward_estimator": ("kl.type=reward", "kl.type=loss"),
     "kl.loss_estimator": ("kl.type=loss",),
     "teacher": ("teacher.model_name", "teacher.base_url"),
     "trainer.eval_only": ("data.test_path", "data.test_ratio"),
@@ -183,7 +185,7 @@ def explain_unused(config: Config, name: str) -> str:
         return f"with dpo.loss={config.dpo.loss}, which takes replies one by one"
     if isinstance(config, PPOConfig):
         estimator = config.adv.estimator
-        if section == "critic" and not needs_critic(estimator):
+        if (section == "critic" or name == "adv.bootstrap") and not needs_critic(estimator):
             return f"with adv.estimator={estimator}, which needs no critic: set adv.estimator=gae"
         if name == "teacher.coef" and "teacher_logps" in estimator_needs(estimator):
             return f"with adv.estimator={estimator}, where it is the whole advantage"
@@ -388,7 +390,9 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
             f" leaves adv.estimator={estimator} no group to compare with, and all advantages 0; "
             "sample 2 or more, or use adv.estimator=reinforce_plus_plus or gae",
         )
-    num_trajectories = data.prompts_per_rollout * data.responses_per_prompt
+    num_trajectories = data.trajectories_per_rollout
+    if (data.batch_size or 0) > 0:
+        yield from wrong_batch_size(config)
     for name, worker in (("actor", actor), ("critic", config.critic)):
         if 0 < num_trajectories < worker.update_per_rollout:
             text = f" is more than the {num_trajectories} trajectories of a step: lower it"
@@ -418,6 +422,21 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
         )
 
 
+def wrong_batch_size(config: PPOConfig) -> Iterator[Row]:
+    """PPO's data.batch_size, if it does not cut a rollout into update_per_rollout mini-batches."""
+    data, num_updates = config.data, updates_of_batch_size(config)
+    trajectories = f"the {data.trajectories_per_rollout} trajectories of a step"
+    others = []
+    for name, worker in loaded_models(config).items():
+        if isinstance(worker, RolloutWorkerConfig) and worker.update_per_rollout != num_updates:
+            others.append(f"{name}.update_per_rollout={worker.update_per_rollout}")
+    if not num_updates:
+        yield "data.batch_size", f" does not divide {trajectories}: choose a divisor"
+    elif others:
+        text = f" makes {num_updates} mini-batches of {trajectories}, and "
+        yield "data.batch_size", f"{text}{' and '.join(others)} another number: leave one out"
+
+
 def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
     """What is wrong in what is sampled, or read in its place."""
     rollout = config.rollout
@@ -429,8 +448,8 @@ def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
         )
     if (bounds := rollout.filter) and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield "rollout.filter", " has to be a low and a high mean reward, as [0,1]"
-    longest = rollout.train_sampling_params.max_new_tokens
-    if rollout.overlong_buffer and rollout.overlong_buffer > longest:
+    longest, buffer = rollout.train_sampling_params.max_new_tokens, rollout.overlong_buffer
+    if isinstance(buffer, int) and buffer > longest > 0:
         text = f" is more than rollout.train_sampling_params.max_new_tokens={longest}: lower it"
         yield "rollout.overlong_buffer", text
     if config.data.responses_per_test_prompt > 1 and rollout.test_sampling_params.temperature == 0:

@@ -113,14 +113,23 @@ class DataConfig:
 class PromptConfig(DataConfig):
     prompts_per_rollout: PositiveInt = key(32, "prompts per step")
     responses_per_prompt: PositiveInt = key(8, "answers sampled per prompt, which form a group")
+    batch_size: PositiveInt | None = key(
+        None,
+        "trajectories (PPO) or rows per optimizer step; PPO: sets update_per_rollout",
+    )
     responses_per_test_prompt: PositiveInt = key(
         1, "answers sampled per test prompt; more than one gives pass@k"
     )
 
+    @property
+    def trajectories_per_rollout(self) -> int:
+        """The trajectories of a step, unless rollout.filter finds too few."""
+        return self.prompts_per_rollout * self.responses_per_prompt
+
 
 @dataclass
 class ExampleConfig(DataConfig):
-    batch_size: PositiveInt = key(32, "rows per step")
+    batch_size: PositiveInt = key(32, "rows per optimizer step")
 
 
 @dataclass
@@ -461,8 +470,11 @@ class RolloutConfig:
     mask_truncated: bool = key(
         False, "do not train answers cut by a length limit (DAPO's overlong filtering)"
     )
-    overlong_buffer: PositiveInt | None = key(
-        None, "tokens before max_new_tokens over which the reward falls (DAPO)"
+    overlong_buffer: PositiveInt | str | None = key(
+        None,
+        "tokens before max_new_tokens over which the reward falls (DAPO); auto: a quarter of them, "
+        "at most 1024",
+        choices=("auto",),
     )
     overlong_penalty: PositiveFloat = key(1.0, "how much the reward has fallen at max_new_tokens")
 
@@ -485,7 +497,11 @@ class KLConfig:
     update_freq: PositiveInt | None = key(
         None, "steps between copies of the actor into the reference; by default never"
     )
-    reward_estimator: str = key("k1", "estimator with kl.type=reward", choices=KL_ESTIMATOR_NAMES)
+    reward_estimator: str = key(
+        "k1",
+        "estimator with kl.type=reward, and of the KL that is logged",
+        choices=KL_ESTIMATOR_NAMES,
+    )
     loss_estimator: str = key(
         "k2", "estimator with kl.type=loss; k2 has its gradient", choices=KL_ESTIMATOR_NAMES
     )
@@ -501,6 +517,9 @@ class AdvConfig:
     )
     gamma: Ratio = key(1.0, "discount of later rewards, per token")
     lamda: Ratio = key(1.0, "lambda of gae")
+    bootstrap: bool = key(
+        False, "the critic's value continues the return of an answer that a length limit cut"
+    )
     norm_var: bool | None = key(  # derive_keys fills it in
         None, "divide advantages by their standard deviation; by default on with gae, else off"
     )

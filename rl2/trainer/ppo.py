@@ -29,6 +29,7 @@ from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
 from rl2.parallel.worlds import is_sampler
 from rl2.recorder import is_due
+from rl2.rollout.bootstrap import continue_returns
 from rl2.rollout.stats import (
     add_ages,
     mask_truncated,
@@ -69,6 +70,8 @@ def train_step(run: PPORun, step: int) -> StepResult:
     # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):
         metrics |= add_scores(batch, run, temperature)
+        if config.adv.bootstrap and run.critic is not None:
+            continue_returns(batch, trajectories, run.critic.score, config.adv.gamma)
     # How much better each token was than expected, which the loss weights its gradient by.
     metrics |= add_advantages(batch, config, reward_parts(trajectories, batch))
     if config.rollout.mask_truncated:
@@ -300,9 +303,10 @@ def actor_loss(
         if config.updates_per_step > 1 or old_policy_is_sampler:
             # The tokens are of another policy than the one that is trained.
             estimate = losses.weighted_kl(estimate, inputs.log_ratio, kl.loss_estimator)
-        kl_term = (estimate * weights).sum()
-        loss = loss + kl.coef * kl_term
-        metrics["kl"] = kl_term.detach()
+        loss = loss + kl.coef * (estimate * weights).sum()
+        # Of the policy that the tokens are of, as with kl.type=reward: the estimate needs no ratio.
+        logged = losses.kl_estimate(old_logps, batch.ref_logps, kl.reward_estimator)
+        metrics["kl"] = (logged * weights).sum()
     if scores.teacher_kl is not None:
         teacher_kl = (scores.teacher_kl * weights).sum()
         loss = loss + teacher_coef * teacher_kl
