@@ -93,7 +93,7 @@ def main() -> None:
     player = Player(
         engine=engine,
         envs={"": Env(EnvSpec(reward_fn))},
-        template=template,
+        templates={"": template},
         failures=EnvFailures(0.0),
         max_turns=1,
         max_length=2**15,

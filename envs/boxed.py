@@ -2,8 +2,9 @@ r"""Mathematics whose answer is in \boxed{}.
 
 Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}. The answer is LaTeX.
 
-The package math-verify compares the answers, so 2x + 1 is 1 + 2x: pip install 'rl2[rewards]'. The
-prompt should ask for the box, as rl2.rewards.text.BOXED_PROMPT does.
+The package math-verify compares the answers, so 2x + 1 is 1 + 2x: pip install 'rl2[rewards]'.
+Conversations without a system message get one that asks for the box. Where the rows' own text asks
+for it already, data.system_prompt= leaves that out.
 
 One step on a CPU, with a small model in the folder MODEL:
 
@@ -13,7 +14,9 @@ One step on a CPU, with a small model in the folder MODEL:
 """
 
 from rl2.rewards.maths import asked_scale, is_other_unit, same_maths
-from rl2.rewards.text import last_boxed
+from rl2.rewards.text import BOXED_PROMPT, last_boxed
+
+SYSTEM_PROMPT = BOXED_PROMPT
 
 
 def reward_fn(messages, answer):

@@ -6,7 +6,8 @@ of that function in JSON, one a line, and an output has the result; or both are 
 whose rows need data.columns.question=prompt data.columns.input_output=test_cases. `test_cases` may
 also be Python tests, such as "assert add(1, 2) == 3", in a text or a list of texts.
 
-The prompt should ask for it, for instance: "Write the whole program into one ```python block."
+Conversations without a system message get SYSTEM_PROMPT, which asks for a block of Python. Where
+the rows' own text asks for it already, data.system_prompt= leaves that out.
 
 One step on a CPU, with a small model in the folder MODEL:
 
@@ -17,6 +18,10 @@ One step on a CPU, with a small model in the folder MODEL:
 
 from rl2.rewards import code, sandbox
 
+SYSTEM_PROMPT = (
+    "You solve programming tasks in Python. Think about the task first. Then write the whole "
+    "program, with its imports, into one ```python block at the end of your reply."
+)
 # "namespaces", "user" or "process": the run does not start on a machine where sandboxes are weaker.
 REQUIRED_STRENGTH = "process"
 LIMITS = sandbox.Limits(cpu_seconds=5, memory_bytes=2**30)  # of each run of a program

@@ -46,14 +46,14 @@ LIMITS = sandbox.Limits(cpu_seconds=5, memory_bytes=2**30)  # of each command
 MAX_CHARACTERS = 4000  # of what a command prints; the middle of more is left out
 
 END = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # as all prompts of the agent have it
-SYSTEM_PROMPT = f"""You mend programs. Each answer is one command of the shell, such as
+AGENT_PROMPT = f"""You mend programs. Each answer is one command of the shell, such as
 
 ```bash
 cat solution.py
 ```
 
 and the next message has what it prints. When the test passes, end with `echo {END}`."""
-PROMPTS = {"system_template": SYSTEM_PROMPT, "instance_template": "{{task}}"}
+PROMPTS = {"system_template": AGENT_PROMPT, "instance_template": "{{task}}"}
 FORM = {
     "action_regex": r"```bash\n(.*?)\n```",
     "format_error_template": "Write exactly one command in a ```bash block.",

@@ -3,11 +3,12 @@
 # sampling, overlong filtering and the soft overlong punishment, as docs/algorithms.md lists them.
 # Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the data.
 # Not run yet.
+# The rows themselves ask for \boxed{}, so data.system_prompt= leaves out the env's system prompt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py orz runs/data/orz
 torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo algo=dapo \
-    data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
+    data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 data.system_prompt= \
     data.prompts_per_rollout=128 data.responses_per_prompt=16 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.weight_decay=0.1 actor.max_length_per_device=8192 \
     actor.compile=true \

@@ -1,5 +1,6 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
+from collections.abc import Mapping
 from datetime import date
 
 from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ def read_examples(
     """
     problems: list[str] = []
     rows = read_rows(config, kind, problems)
-    train, tests = make_examples(config, rows, kind, template, problems)
+    train, tests = make_examples(config, rows, kind, {"": template}, problems)
     assert train is not None
     longest = max([train.longest] + [examples.longest for examples in tests.values()])
     check_length(config, longest, f"a row has {longest} tokens: lower data.max_length")
@@ -60,14 +61,15 @@ def make_examples(
     config: Config,
     rows: dict[str, Rows],
     kind: RowKind,
-    template: ChatTemplate,
+    templates: Mapping[str, ChatTemplate],
     problems: list[str],
 ) -> tuple[Mixture | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
 
     The training examples are None if there are no rows of data.path. The name of a test set is that
-    of data.test_path.NAME, or "". Rows that are held out of a source are a set with its name.
-    ValueError lists the `problems` and those found here.
+    of data.test_path.NAME, or "". Rows that are held out of a source are a set with its name. The
+    `templates` are by source; "" is that of sources that are not named. ValueError lists the
+    `problems` and those found here.
     """
     data = config.data
     sources: dict[str, Examples] = {}
@@ -75,6 +77,7 @@ def make_examples(
     for key, path_rows in rows.items():
         name = source_name(key)
         part = sources if key in data.train_paths else tests
+        template = templates.get(name) or templates[""]
         try:
             part[name] = Examples(
                 path_rows, template, kind, max_length=data.max_length, source=name

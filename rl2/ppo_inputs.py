@@ -1,6 +1,7 @@
 """Prompts and environment of PPO, read before a model is loaded: all problems come at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from rl2.config.schema import PPOConfig, RolloutConfig, source_name
 from rl2.data.chat import ChatTemplate
@@ -31,14 +32,37 @@ def read_ppo_inputs(
     return rows, envs
 
 
+def make_templates(
+    config: PPOConfig, envs: Mapping[str, Env], template: ChatTemplate
+) -> dict[str, ChatTemplate]:
+    """Returns the template of each source, with the system prompt of its env; prints which it is.
+
+    With data.system_prompt that is the prompt of all sources, which `template` has.
+    """
+    own = {source: env for source, env in envs.items() if env.spec.system_prompt}
+    if config.data.system_prompt is not None:
+        if template.system_prompt or own:
+            key = "that of" if template.system_prompt else "none, as it is turned off by"
+            print_once([f"system prompt: {key} data.system_prompt"])
+        return dict.fromkeys(envs, template)
+    for source, env in own.items():
+        of_source = f" of {source}" if source else ""
+        print_once([f"system prompt{of_source}: that of {env.path}"])
+    return {
+        source: replace(template, system_prompt=env.spec.system_prompt)
+        for source, env in envs.items()
+    }
+
+
 def make_prompts(
-    config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
+    config: PPOConfig, rows: dict[str, Rows], templates: Mapping[str, ChatTemplate]
 ) -> tuple[Mixture | None, dict[str, Examples]]:
     """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
-    ValueError lists all problems, or says that a trajectory may get too long for the model.
+    The `templates` are by source, as environments. ValueError lists all problems, or says that a
+    trajectory may get too long for the model.
     """
-    train, tests = make_examples(config, rows, PROMPT_ROWS, template, [])
+    train, tests = make_examples(config, rows, PROMPT_ROWS, templates, [])
     if config.trainer.eval_only:
         train = None
     for examples in tests.values():

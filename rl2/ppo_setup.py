@@ -49,7 +49,7 @@ from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
 from rl2.parallel.worlds import Link, split_world
-from rl2.ppo_inputs import make_prompts, read_ppo_inputs
+from rl2.ppo_inputs import make_prompts, make_templates, read_ppo_inputs
 from rl2.rollout.collect import Collector
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.player import Player
@@ -84,7 +84,7 @@ class Setup:
     device: torch.device
     envs: dict[str, Env]  # by source; "" is that of all sources
     tokenizer: PreTrainedTokenizerBase
-    template: ChatTemplate
+    templates: dict[str, ChatTemplate]  # by source, as the envs
     model_stop_ids: list[int]  # the model's own tokens that end a turn
     prompts: Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
@@ -114,7 +114,8 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     template = make_chat_template(config.data, tokenizer, folder.start.date)
     if has_full_kl(config):
         check_teacher_vocabulary(config)
-    prompts, tests = make_prompts(config, rows, template)
+    templates = make_templates(config, envs, template)
+    prompts, tests = make_prompts(config, rows, templates)
     teacher_server = None
     teacher = config.teacher
     if teacher.base_url and is_training:
@@ -127,7 +128,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         device=device,
         envs=envs,
         tokenizer=tokenizer,
-        template=template,
+        templates=templates,
         model_stop_ids=template.stop_token_ids(load_eos_token_ids(config.actor.model_name)),
         prompts=prompts,
         tests=tests,
@@ -235,7 +236,7 @@ def _make_player(setup: Setup, engine: Engine) -> Player:
     return new_player(
         engine=engine,
         envs=setup.envs,
-        template=setup.template,
+        templates=setup.templates,
         failures=EnvFailures(rollout.max_env_failures),
         max_turns=rollout.max_turns,
         max_length=min(limits),

@@ -106,7 +106,7 @@ def make_play(
     player = player_class(env, **more)(
         engine=engine_class(tokenizer, replies),
         envs={"": env},
-        template=template,
+        templates={"": template},
         failures=EnvFailures(1.0),
         max_turns=max_turns,
         max_length=max_length,
@@ -145,7 +145,7 @@ def play(folder, script, env, num_samples=1, **options):
 def trained_text(player, sample):
     """The text of the trained tokens."""
     pairs = zip(sample.tokens, sample.mask, strict=True)
-    return player.template.decode([token for token, trains in pairs if trains])
+    return player.templates[""].decode([token for token, trains in pairs if trains])
 
 
 def call_text(name, /, **arguments):

@@ -77,7 +77,7 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
     ]
     engine = ScriptedGroups(tokenizer, num_right, seconds)
     envs = {"": load_env(env_file, 5)}
-    player = Player(engine, envs, ChatTemplate(tokenizer), EnvFailures(0.0), 1, 400)
+    player = Player(engine, envs, {"": ChatTemplate(tokenizer)}, EnvFailures(0.0), 1, 400)
     return train_rows(player, rows, batch_size, **options)
 
 

@@ -112,7 +112,7 @@ def train_rows(
         options["new_schedule"] = functools.partial(
             FilteredSchedule, bounds=filter, max_refills=max_refills
         )
-    prompts = Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=100)
+    prompts = Examples(pack_rows(rows), player.templates[""], PROMPT_ROWS, max_length=100)
     return new_collector(
         player,
         cursor=DataCursor(Mixture({"": prompts}, batch_size=batch_size)),

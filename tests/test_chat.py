@@ -140,7 +140,7 @@ def test_the_system_prompt_comes_first_unless_the_row_has_its_own():
     assert find_unshown(template, {"messages": own}, render_prompt) == []
     row = {"messages": "2+2=", "tools": [{"name": "add"}]}
     warnings = find_unshown(template, row, render_prompt)
-    assert [line.rpartition(" ")[2] for line in warnings] == ["data.system_prompt", "tools"]
+    assert [line.rpartition(" ")[2] for line in warnings] == ["prompt", "tools"]
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

@@ -15,7 +15,7 @@ def rewards_by_text(player, sample):
     """{the text up to a token with a reward: the reward}."""
     places = [i for i, reward in enumerate(sample.rewards) if reward]
     return {
-        player.template.decode(sample.tokens[: i + 1])[-12:]: round(sample.rewards[i], 6)
+        player.templates[""].decode(sample.tokens[: i + 1])[-12:]: round(sample.rewards[i], 6)
         for i in places
     }
 
@@ -115,7 +115,7 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
     assert texts == "q0 It is below 12. | 5 | higher | 9 | lower | 7 | right"
     assert trajectory.row["messages"] == make_row(0)["messages"], "the row is changed"
     (sample,) = trajectory.samples
-    assert "q0 It is below 12.<|im_end|>" in player.template.decode(sample.tokens)
+    assert "q0 It is below 12.<|im_end|>" in player.templates[""].decode(sample.tokens)
     assert rewards_by_text(player, sample) == {
         "\n5<|im_end|>": -0.1,
         "\n9<|im_end|>": -0.1,
@@ -123,7 +123,7 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
     }
     assert trained_text(player, sample) == "5<|im_end|>9<|im_end|>7<|im_end|>"
     # The message that came with the end is in the transcript and not in the tokens.
-    assert "right" not in player.template.decode(sample.tokens)
+    assert "right" not in player.templates[""].decode(sample.tokens)
     if isolation == "thread":
         assert sys.modules[player.envs[""].spec.make_env.__module__].closed == [7]
 
@@ -221,7 +221,7 @@ def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation
         assert [m["content"] for m in results] == ["2", "6", "error: ValueError: Game over."]
         assert {m["name"] for m in results} == {"increment"}
         (sample,) = trajectory.samples
-        text = player.template.decode(sample.tokens)
+        text = player.templates[""].decode(sample.tokens)
         assert text.startswith("<tool>increment</tool>") and text.count("<|im_start|>tool") == 3
         assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
         assert list(sample.rewards).count(0.0) == len(sample.rewards) - 1

@@ -100,7 +100,7 @@ def evaluate(tmp_path, sets, num_samples):
     written = {}
     collector.write_records = lambda split, step, records: written.update({split: list(records)})
     prompts = {
-        name: Examples(pack_rows(rows), player.template, PROMPT_ROWS, max_length=99)
+        name: Examples(pack_rows(rows), player.templates[""], PROMPT_ROWS, max_length=99)
         for name, rows in sets.items()
     }
     evaluator = Evaluator(collector, prompts, PARAMS, num_samples)
@@ -132,10 +132,10 @@ def test_the_split_follows_the_keys(monkeypatch):
     data.test_ratio = 0.5
     config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
     rows = {"data.path": pack_rows(make_rows(*"0123456789"))}
-    train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
+    train, tests = make_prompts(config, rows, {"": ChatTemplate(make_tokenizer())})
     assert len(train) == 5 and list(map(len, tests.values())) == [5] and list(tests) == [""]
     config.trainer.eval_only = True
-    train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
+    train, tests = make_prompts(config, rows, {"": ChatTemplate(make_tokenizer())})
     assert train is None and len(tests[""]) == 5
 
 

@@ -149,7 +149,7 @@ def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     monkeypatch.setattr("rl2.inputs.check_num_positions", lambda *lengths: None)
     if trainer == "ppo":
         rows, _ = read_ppo_inputs(config)
-        items, test_items = make_prompts(config, rows, template)
+        items, test_items = make_prompts(config, rows, {"": template})
     else:
         items, test_items = read_examples(config, KINDS[trainer], template)
     assert len(items) == len(train) > 0

@@ -162,7 +162,8 @@ def play(template: ChatTemplate, engine: ScriptedEngine, messages: list, tools=N
     env = env or env_of(lambda messages: 1.0, interact=lambda messages: write())
     ends = template.tokenizer.convert_tokens_to_ids(engine.writer.family.ends)
     params = SamplingParams(max_new_tokens=500, stop_token_ids=tuple(ends))
-    player = Player(engine, {"": env}, template, EnvFailures(0.0), max_turns=5, max_length=10**6)
+    templates = {"": template}
+    player = Player(engine, {"": env}, templates, EnvFailures(0.0), max_turns=5, max_length=10**6)
     row = {"messages": messages, "tools": tools}
     group = begin_group(0, Example(0, row, [(template.encode_prompt(messages, tools), [])]), 1)
     engine.trajectory = group.trajectories[0]

@@ -260,7 +260,7 @@ def test_a_model_with_too_few_positions_is_refused(setup):
     config = parse(PPOConfig, [*setup, f"{max_new_tokens}=500"])
     rows, _ = read_ppo_inputs(config)
     with pytest.raises(ValueError, match=f"lower {max_new_tokens}"):
-        make_prompts(config, rows, ChatTemplate(make_tokenizer()))
+        make_prompts(config, rows, {"": ChatTemplate(make_tokenizer())})
 
 
 @pytest.mark.nightly

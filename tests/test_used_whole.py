@@ -142,7 +142,7 @@ def test_what_the_template_skips_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"row 1: .*does not show messages\[1\].content \(system"):
         read(tmp_path, row, template, PROMPT_ROWS)
     template.system_prompt = "Be brief."
-    with pytest.raises(ValueError, match="row 1: .*does not show data.system_prompt"):
+    with pytest.raises(ValueError, match="row 1: .*does not show the system prompt"):
         read(tmp_path, {"messages": [USER]}, template, PROMPT_ROWS)
 
 

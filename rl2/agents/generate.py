@@ -87,8 +87,8 @@ async def _generate(
     """Samples a reply, on the loop of the engine."""
     session.check_may_ask()
     is_messages = all(isinstance(message, dict) for message in prompt)
-    vocabulary = session.player.template.last_token_id + 1
-    check_request([0] if is_messages else prompt, params, vocabulary, math.inf)
+    template = session.player.template_of(session.trajectory)
+    check_request([0] if is_messages else prompt, params, template.last_token_id + 1, math.inf)
     if is_messages:
         base, conversation = session.extend(ChatRequest(prompt, tools))
     else:
@@ -115,7 +115,8 @@ def _begin_from_tokens(
     session: AgentSession, token_ids: list[int]
 ) -> tuple[Conversation | None, Conversation]:
     """(the conversation whose tokens these extend, that with these tokens)."""
-    template, own = session.player.template, session.trajectory
+    own = session.trajectory
+    template = session.player.template_of(own)
     bases = [
         conversation
         for conversation in session.conversations

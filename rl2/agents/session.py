@@ -142,7 +142,8 @@ class AgentSession:
                 raise self._length_error()
         else:
             conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
-            begin_sample(conversation, player.template.encode_prompt(messages, tools))
+            template = player.template_of(own)
+            begin_sample(conversation, template.encode_prompt(messages, tools))
         conversation.known = known
         return base, conversation
 

@@ -72,7 +72,8 @@ class DataConfig:
     )
     system_prompt: str | None = key(
         None,
-        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer",
+        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer; "
+        "by default the env file's SYSTEM_PROMPT, and data.system_prompt= leaves that out",
     )
     max_length: PositiveInt = key(
         1024, "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted"

@@ -107,8 +107,9 @@ class ChatTemplate:
             if len(joined) < len(messages):
                 return self.render(joined, tools, add_generation_prompt)
             # TypeError: the template joins a text and a content that is a list or None.
+            prompt = "; data.system_prompt= leaves the system prompt out" * bool(self.system_prompt)
             raise ValueError(
-                f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
+                f"the chat template refuses these messages ({error}): {str(messages)[:500]}{prompt}"
             ) from error
 
     def check_exists(self) -> None:

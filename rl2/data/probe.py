@@ -115,7 +115,7 @@ def find_unshown(template: ChatTemplate, row: Row, render: Render) -> list[str]:
     is_text = isinstance(row["messages"], str)
     if not any((template.system_prompt or "").strip() in text for text in texts):
         if is_text or row["messages"][0]["role"] not in SYSTEM_ROLES:  # it has none of its own
-            shown["data.system_prompt"] = 0
+            shown["the system prompt"] = 0
     for place, (owner, name) in probes.others.items():
         value = owner.pop(name)
         if _try(render, template, planted) == rendered:

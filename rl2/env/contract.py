@@ -6,6 +6,7 @@
     class make_env: ...                   # an object for each trajectory, with tools
     async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
     async def play(row, generate): ...    # a loop of one's own around the model
+    SYSTEM_PROMPT = "..."                 # of conversations without a system message
 
 Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
 that name, GIVEN_INPUTS. docs/environments.md says what each function may ask for and return, with

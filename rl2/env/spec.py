@@ -32,6 +32,7 @@ class EnvSpec:
     methods: Mapping[str, Callable] = field(default_factory=dict)  # reset, step, reward, ...
     tools: Mapping[str, Callable] = field(default_factory=dict)
     tool_schemas: list[dict] = field(default_factory=list)  # for the chat template
+    system_prompt: str | None = None  # of conversations that begin with no system message
 
     @property
     def agent(self) -> str | None:
@@ -96,6 +97,9 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
             f"`{agent}` plays the whole trajectory: remove it, or interact and make_env"
         )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
+    system_prompt = functions.get("SYSTEM_PROMPT")
+    if system_prompt is not None and not (isinstance(system_prompt, str) and system_prompt.strip()):
+        raise ValueError(f"SYSTEM_PROMPT: expected a text, got {system_prompt!r:.80}")
     spec = EnvSpec(
         reward_fn=functions.get("reward_fn"),
         interact=functions.get("interact"),
@@ -106,6 +110,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
         methods=methods,
         tools=tools,
         tool_schemas=[_tool_schema(tool) for tool in tools.values()],
+        system_prompt=system_prompt,
     )
     if play and not inspect.iscoroutinefunction(play):
         raise ValueError("play must be async: async def play(row, generate)")

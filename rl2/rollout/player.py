@@ -32,7 +32,7 @@ class Player:
 
     engine: Engine
     envs: Mapping[str, Env]  # by source; "" is that of all sources that are not named
-    template: ChatTemplate
+    templates: Mapping[str, ChatTemplate]  # by source, as the envs
     failures: EnvFailures
     max_turns: int
     max_length: int  # most tokens of one training sequence
@@ -43,15 +43,19 @@ class Player:
 
     def __post_init__(self) -> None:
         question = [{"role": "user", "content": "?"}]
-        for env in self.envs.values():
+        for source, env in self.envs.items():
             if env.tools:
                 row = {"messages": question, "tools": env.tools}
-                print_once(find_unshown(self.template, row, render_prompt))
+                print_once(find_unshown(self.templates[source], row, render_prompt))
                 _ = self.call_reader  # warns now
 
     def env_of(self, trajectory: Trajectory) -> Env:
         """Returns the environment of the trajectory's source."""
         return self.envs.get(trajectory.source) or self.envs[""]
+
+    def template_of(self, trajectory: Trajectory) -> ChatTemplate:
+        """Returns the chat template, with the system prompt of the trajectory's source."""
+        return self.templates.get(trajectory.source) or self.templates[""]
 
     async def play(self, trajectory: Trajectory, params: SamplingParams, seed: Seed) -> None:
         """Continues the trajectory to its end, or until the player pauses: calls of the environment
@@ -116,7 +120,8 @@ class Player:
         prompt_messages = await env.begin(trajectory.row, trajectory.key)
         trajectory.messages = list(prompt_messages)
         try:
-            prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
+            tools = self._tools(trajectory)
+            prompt = self.template_of(trajectory).encode_prompt(trajectory.messages, tools)
         except ValueError as error:
             raise _template_error(error) from error
         if len(prompt) + params.max_new_tokens > self.max_length:
@@ -179,7 +184,7 @@ class Player:
         sample = trajectory.samples[-1]
         num_sampled = trajectory.partial_tokens
         sampled = sample.tokens[-num_sampled:]
-        reply = self.template.decode_reply(sampled, params.stop_token_ids)
+        reply = self.template_of(trajectory).decode_reply(sampled, params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
@@ -209,7 +214,7 @@ class Player:
     @cached_property
     def call_reader(self) -> CallReader:
         """Reads calls of tools. Made when needed, since it warns if it cannot read the model's."""
-        return CallReader(self.template)
+        return CallReader(next(iter(self.templates.values())))  # they differ in prompts only
 
     def _add_turn_reward(self, trajectory: Trajectory, reward: float) -> None:
         """Puts the reward of a turn on its last token, which is the last of its sequence."""
@@ -263,13 +268,12 @@ class Player:
         sample = trajectory.samples[-1]
         messages = trajectory.messages
         tools = self._tools(trajectory)
+        template = self.template_of(trajectory)
         new_prompt: list[int] = []
         try:
-            extension = self.template.extend(
-                sample.tokens, num_sampled, messages, env_messages, tools
-            )
+            extension = template.extend(sample.tokens, num_sampled, messages, env_messages, tools)
             if extension is None:
-                new_prompt = self.template.encode_prompt(messages + env_messages, tools)
+                new_prompt = template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages
             raise _template_error(error) from error
         if extension is None:

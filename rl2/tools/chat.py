@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="rl2 chat",
         description="Answers what you type with the model of a run, greedily, after the run's "
-        "system prompt. Ctrl-D ends. `transformers chat FOLDER` has options.",
+        "data.system_prompt. Ctrl-D ends. `transformers chat FOLDER` has options.",
     )
     about = "of a run, or of a model, such as RUN/best_model"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
