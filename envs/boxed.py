@@ -2,9 +2,9 @@ r"""Mathematics whose answer is in \boxed{}.
 
 Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}. The answer is LaTeX.
 
-The package math-verify compares the answers, so 2x + 1 is 1 + 2x: pip install 'rl2[rewards]'.
-Conversations without a system message get one that asks for the box. Where the rows' own text asks
-for it already, data.system_prompt= leaves that out.
+The package math-verify compares the answers, so 2x + 1 is 1 + 2x. Conversations without a system
+message get one that asks for the box. Where the rows' own text asks for it already,
+data.system_prompt= leaves that out.
 
 One step on a CPU, with a small model in the folder MODEL:
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DAPO (arXiv:2503.14476) on the data of orz_reinforce.sh: asymmetric clip, token mean, dynamic
 # sampling, overlong filtering and the soft overlong punishment, as docs/algorithms.md lists them.
-# Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the data.
+# Needs a node of eight GPUs of 80 GB, sglang, and a network for the model and the data.
 # Not run yet.
 # The rows themselves ask for \boxed{}, so data.system_prompt= leaves out the env's system prompt.
 set -euo pipefail

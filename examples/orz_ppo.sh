@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # PPO as in Open-Reasoner-Zero (arXiv:2503.24290): Qwen2.5-7B with a critic and without KL, trained
 # on 57,000 mathematical problems and tested on MATH-500.
-# Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the
-# data. If all layers run again, `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the
+# Needs a node of eight GPUs of 80 GB, sglang, and a network for the model and the data.
+# If all layers run again, `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the
 # update, and nothing while SGLang generates. Not run yet.
 # The rows themselves ask for \boxed{}, so data.system_prompt= leaves out the env's system prompt.
 set -euo pipefail

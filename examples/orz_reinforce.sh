@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # orz_ppo.sh without a critic: REINFORCE with the mean reward of the group as the baseline.
-# Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the
-# data. If all layers run again, `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the
+# Needs a node of eight GPUs of 80 GB, sglang, and a network for the model and the data.
+# If all layers run again, `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the
 # update, and nothing while SGLang generates. Not run yet.
 # The rows themselves ask for \boxed{}, so data.system_prompt= leaves out the env's system prompt.
 set -euo pipefail

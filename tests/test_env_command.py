@@ -74,7 +74,6 @@ def test_the_env_files_of_the_docs_have_no_fault(tmp_path, try_env):
     for page in ("README.md", "docs/rewards.md"):
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
         [first, *_] = [block for block in blocks if "def reward_fn" in block]
-        first = first.replace("same_maths", "same_number")  # the suite may lack math-verify
         (tmp_path / "env.py").write_text(first)
         words = ["rollout.max_turns=2"] if "interact" in first else []
         words.append(f"data.path={tmp_path}/rows.jsonl")

@@ -120,7 +120,6 @@ SCRIPTS = CASES["scripts"]
 # The trial at the start plays the answers in their rows, and warns of one that earns too little.
 GOLD = ("arithmetic", "boxed", "gsm8k", "reasoning", "think_answer")
 PACKAGES = {
-    "boxed": "math_verify",
     "gem_games": "gem",
     "mini_swe_agent": "minisweagent",
     "openenv_server": "openenv",

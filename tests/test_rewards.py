@@ -2,7 +2,6 @@
 that writes anything."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import time
@@ -29,9 +28,6 @@ from rl2.rewards.text import (
 from rl2.user_files import import_env_file
 
 CASES = read_cases("rewards")
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="comes with rl2[rewards]"
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +57,7 @@ FOUND += [
     (last_tagged, [text.replace("answer", "move"), "move"], content)
     for text, content in CASES["last_tagged"]
 ]
-COMPARED = [*cases_of(same_text, same_number, same_choice)]
-COMPARED += [pytest.param(*case, marks=needs_math_verify) for case in cases_of(same_maths)]
+COMPARED = [*cases_of(same_text, same_number, same_choice, same_maths)]
 
 
 @pytest.mark.parametrize("function, arguments, expected", FOUND + COMPARED)
@@ -115,7 +110,7 @@ def find_errors(cases):
     "name, cases, most_denied",
     [
         ("gsm8k", maths_forms.gsm8k_cases(), 32),
-        pytest.param("boxed", maths_forms.boxed_cases(), 4, marks=needs_math_verify),
+        ("boxed", maths_forms.boxed_cases(), 4),
     ],
 )
 def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, most_denied):
@@ -126,7 +121,6 @@ def test_no_wrong_form_is_accepted_and_few_right_ones_are_denied(name, cases, mo
     assert len(denied) <= most_denied, denied
 
 
-@needs_math_verify
 @pytest.mark.parametrize(
     "name, half, most_accepted, most_denied",
     [
@@ -186,7 +180,6 @@ ABSURD = {
 }
 
 
-@needs_math_verify
 def test_absurd_answers_are_wrong_and_do_not_fail(monkeypatch):
     """A comparison without end is ended with its process, also while it computes in C, where no
     signal handler of Python would run. The next one is right."""
@@ -207,7 +200,6 @@ def math_verify_processes() -> list[psutil.Process]:
     return processes
 
 
-@needs_math_verify
 def test_equal_requests_are_asked_once():
     assert same_maths("y+3x", "3x+y")
     misses = maths._ask_math_verify.cache_info().misses
@@ -215,7 +207,6 @@ def test_equal_requests_are_asked_once():
     assert maths._ask_math_verify.cache_info().misses == misses
 
 
-@needs_math_verify
 def test_forks_signals_and_the_end_of_the_process_that_asks():
     """A fork has processes of its own, and a timer and SIGALRM of the caller stay its own. The
     processes end with the one that started them, here by a kill.
@@ -245,15 +236,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_without_math_verify_a_sentence_says_how_to_install_it(monkeypatch):
-    """At the first call, so that the trial of the env file tells it before a model loads."""
-    maths._check_math_verify.cache_clear()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rl2\[rewards\]'"):
-        same_maths(None, "3")
-    assert same_number("3", "3")
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -278,7 +260,6 @@ def test_a_reply_of_one_repeated_token_is_read_in_linear_time(function, token):
     assert time.process_time() - start < 10
 
 
-@needs_math_verify
 def test_a_process_that_was_killed_is_replaced():
     assert same_maths("y+x", "x+y")
     processes = math_verify_processes()

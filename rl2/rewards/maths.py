@@ -4,7 +4,6 @@ The answer is a whole field, such as the content of \boxed{}: "3 or 4" is not 3.
 finds fields. A field of None, an empty one and one of absurd length are wrong answers.
 """
 
-import importlib.util
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from rl2.rewards.numbers import (
@@ -112,10 +111,9 @@ def same_maths(field: str | None, answer: str, *, asked: str = "") -> bool:
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
     in processes of its own. A field whose comparison takes more than CPU_SECONDS or MAX_BYTES is
-    wrong. Any thread and process may call this. ModuleNotFoundError without math-verify. `asked` is
-    the scale that the question asks for (`asked_scale`): if it asks for a percentage, 40\% is 40.
+    wrong. Any thread and process may call this. `asked` is the scale that the question asks for
+    (`asked_scale`): if it asks for a percentage, 40\% is 40.
     """
-    _check_math_verify()
     if field is None or len(field) > len(answer) + MAX_CHARACTERS:
         return False
     stripped = number(without_scale(field, asked)) if asked else None
@@ -251,13 +249,6 @@ def _sides(field: str) -> list[str]:
 def _is_close(value: Fraction, expected: Fraction) -> bool:
     """Returns whether two numbers agree: a decimal with six digits may stand for a fraction."""
     return abs(value - expected) <= TOLERANCE * min(Fraction(1), abs(expected))
-
-
-@cache
-def _check_math_verify() -> None:
-    """Raises ModuleNotFoundError, at the first call already, if math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ModuleNotFoundError("same_maths needs math-verify: pip install 'rl2[rewards]'")
 
 
 @lru_cache(CACHE_SIZE)
