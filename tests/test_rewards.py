@@ -23,6 +23,7 @@ from rl2.rewards.text import (
     is_think_answer,
     last_boxed,
     last_tagged,
+    length_fraction,
     same_text,
 )
 from rl2.user_files import import_env_file
@@ -64,6 +65,12 @@ COMPARED = [*cases_of(same_text, same_number, same_choice, same_maths)]
 def test_what_is_found_in_a_reply_and_how_it_is_compared(function, arguments, expected):
     result = function(*arguments)
     assert result == expected and type(result) is type(expected)
+
+
+def test_a_reward_of_length_grows_up_to_the_limit():
+    assert [length_fraction(n, 8) for n in (0, 2, 8, 20)] == [0, 0.25, 1, 1]
+    with pytest.raises(ValueError, match="max_tokens=0: expected at least 1"):
+        length_fraction(1, 0)
 
 
 @pytest.mark.parametrize("function, arguments, expected", [*cases_of(number, quantity)])

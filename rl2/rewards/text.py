@@ -88,3 +88,13 @@ def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """DAPO's penalty of a long reply: 0.0 up to `buffer` tokens below `max_tokens`, then falling in
     a line to -1.0 at `max_tokens` (arXiv:2503.14476, equation 13)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
+
+
+def length_fraction(num_tokens: int, max_tokens: int) -> float:
+    """A reward of length: the share of `max_tokens` that a reply uses, 1.0 beyond. It only grows.
+
+    ValueError unless `max_tokens` is at least 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
+    return min(1.0, num_tokens / max_tokens)
