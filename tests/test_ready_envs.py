@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from common import (
     ROOT,
     make_environment,
-    make_tokenizer,
+    make_model,
     pack_rows,
     read_cases,
     read_jsonl,
@@ -35,6 +36,7 @@ from common import (
 )
 from env_helpers import call_text, make_play, trained_text, wait_until
 from scripted import PARAMS, ScriptedEngine, process_group  # noqa: F401
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl2.agents.session import AgentSession
 from rl2.config.parse import parse
@@ -197,24 +199,87 @@ def test_calculator_answers_a_call(expression, result):
     assert text.startswith(result) and (result.startswith("error") or text == result)
 
 
-def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
-    """A refused call is an EnvError."""
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """The folder of a small reward model. Its template ends replies in the padding token."""
+    folder = str(tmp_path_factory.mktemp("reward_model"))
+    make_model(folder)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = "".join(
+        [
+            "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}",
+            "{{ pad_token if m.role == 'assistant' }}{% endfor %}",
+        ]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
 
-    def answer(path, request):
-        text = request["text"]
-        return 500 if "fail" in text else 200, [{"embedding": [len(text) / 2]}]
 
-    with serve_json(answer) as (address, requests):
-        monkeypatch.setenv("RL2_REWARD_URL", f"{address}/classify")
-        env = load_env("reward_model", 10)
-        messages = [*QUESTION["messages"], *conversation("2")]
-        text = make_tokenizer().apply_chat_template(messages, tokenize=False)
-        assert asyncio.run(env.score(messages, QUESTION)) == {"reward": len(text) / 2}
-        assert [request["text"] for _, request in requests] == [text]
-        with pytest.raises(EnvError, match="500"):
-            asyncio.run(env.score([{"role": "user", "content": "fail"}], QUESTION))
-    with pytest.raises(EnvError, match="RL2_REWARD_URL=http.*RL2_REWARD_MODEL"):
-        asyncio.run(env.score(messages, QUESTION))  # the server has ended
+def score(messages):
+    """What envs/reward_model.py gives to a conversation, loaded anew: it reads the environment."""
+    return asyncio.run(load_env("reward_model", 60).score(messages, QUESTION))["reward"]
+
+
+def test_a_reward_model_scores_alike_in_process_and_on_both_servers(reward_model, monkeypatch):
+    """The servers read the last token of what they get, and vLLM gives a sigmoid by default."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    monkeypatch.setenv("RL2_REWARD_MODEL", reward_model)
+    messages = [*QUESTION["messages"], *conversation("2")]
+    expected = score(messages)
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    text = f"{tokenizer.bos_token}user: 1+1=assistant: 2"
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def value_at_the_end(ids):
+        assert ids == token_ids
+        hidden = model.model(torch.tensor([ids])).last_hidden_state
+        return model.score(hidden[0, -1])
+
+    def sglang(path, body):
+        assert path == "/classify" and body.keys() == {"input_ids"}
+        return 200, {"embedding": value_at_the_end(body["input_ids"]).tolist(), "meta_info": {}}
+
+    def vllm(path, body):
+        assert path == "/classify" and body.keys() <= {"model", "input", "use_activation"}
+        values = value_at_the_end(body["input"])
+        if body.get("use_activation", True):
+            values = values.sigmoid()
+        item = {"index": 0, "label": "LABEL_0", "probs": values.tolist(), "num_classes": 1}
+        return 200, {"object": "list", "data": [item]}
+
+    for name, answer in (("sglang", sglang), ("vllm", vllm)):
+        with serve_json(answer) as (address, _):
+            monkeypatch.setenv("RL2_REWARD_SERVER", name)
+            for url in (address, f"{address}/classify"):
+                monkeypatch.setenv("RL2_REWARD_URL", url)
+                assert score(messages) == pytest.approx(expected, abs=1e-6)
+            if name == "sglang":
+                monkeypatch.setenv("RL2_REWARD_SERVER", "vllm")
+                with pytest.raises(EnvError, match="does not answer"):
+                    score(messages)
+
+
+def test_a_reward_server_that_fails_or_is_another_is_an_error(reward_model, monkeypatch):
+    monkeypatch.setenv("RL2_REWARD_MODEL", reward_model)
+    messages = [*QUESTION["messages"], *conversation("2")]
+    answers = iter([(500, {"why": "too long"}), (200, {"embedding": [1.0, 2.0]})])
+    with serve_json(lambda path, body: next(answers)) as (address, _):
+        monkeypatch.setenv("RL2_REWARD_URL", address)
+        with pytest.raises(EnvError, match="500.*too long"):
+            score(messages)
+        with pytest.raises(EnvError, match="RL2_REWARD_SERVER=sglang: expected one score"):
+            score(messages)
+    with pytest.raises(EnvError, match="RL2_REWARD_URL=http.* does not answer"):
+        score(messages)  # the server has ended
+    monkeypatch.setenv("RL2_REWARD_SERVER", "tgi")
+    with pytest.raises(ValueError, match="RL2_REWARD_SERVER=tgi: choose sglang or vllm"):
+        load_env("reward_model")
+    monkeypatch.delenv("RL2_REWARD_MODEL")
+    with pytest.raises(ValueError, match="set the environment variable RL2_REWARD_MODEL"):
+        load_env("reward_model")
 
 
 def test_search_looks_up_the_first_query_of_the_last_turn(monkeypatch):

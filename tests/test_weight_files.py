@@ -115,7 +115,8 @@ def test_experts_that_are_not_whole_are_refused(tmp_path, device):
         Worker(worker_config(name), device, False, 4)
 
 
-def test_a_reward_env_refuses_a_model_without_a_score_head(tmp_path):
+def test_a_reward_env_refuses_a_model_without_a_score_head(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL2_REWARD_MODEL", "model")
     env = runpy.run_path(str(ROOT / "envs/reward_model.py"))
     with pytest.raises(ValueError, match="RL2_REWARD_MODEL=.* lacks score.weight"):
         env["load_model"](make_model(tmp_path / "model"))
