@@ -233,6 +233,10 @@ def _make_player(setup: Setup, engine: Engine) -> Player:
         from rl2.agents.player import AgentPlayer
 
         new_player = partial(AgentPlayer, endpoint_host=rollout.endpoint_host)
+    elif any(env.spec.step for env in setup.envs.values()):
+        from rl2.rollout.text_player import TextPlayer
+
+        new_player = TextPlayer
     return new_player(
         engine=engine,
         envs=setup.envs,

@@ -60,16 +60,19 @@ def rename_columns(row: Row, columns: dict[str, str]) -> Row:
 
 
 def read_ppo_row(row: Row) -> ReadRow:
-    """A prompt. verl's rows have the answer in `reward_model`, others in `gt_answer`."""
+    """A prompt. verl's rows have the answer in `reward_model`, RL2's in `extra_info`."""
     row, notes = _read_messages(row)
     check_ends_before_reply(row["messages"])
-    reward_model = row.get("reward_model")
+    reward_model, extra_info = row.get("reward_model"), row.get("extra_info")
     if "answer" not in row and "gt_answer" in row:
         row["answer"] = row["gt_answer"]
         notes.append("gt_answer is read as answer")
     elif "answer" not in row and isinstance(reward_model, dict) and "ground_truth" in reward_model:
         row["answer"] = reward_model["ground_truth"]
         notes.append("reward_model.ground_truth is read as answer")
+    elif "answer" not in row and isinstance(extra_info, dict) and "answer" in extra_info:
+        row["answer"] = extra_info["answer"]
+        notes.append("extra_info.answer is read as answer")
     return row, notes + find_oddities(row)
 
 

@@ -19,6 +19,7 @@ from rl2.env.contract import (
     PLACEHOLDER_KEY,
     TOOL,
     EnvError,
+    TextTurn,
     Turn,
     add_parts,
     required_columns,
@@ -107,6 +108,11 @@ class Env:
         last = messages[-1] if messages else {}
         inputs = dict(inputs) | {"message": last, "action": last.get("content")}
         return Turn(**await self._call(name, function, messages, row, key, inputs))
+
+    async def step(self, state: str, action: str, extra_info: Any, key: Key = None) -> TextTurn:
+        """The answer of the file's `step` to a turn, whose prompt is the text `state`."""
+        arguments = {"state": state, "action": action, "extra_info": extra_info}
+        return TextTurn(**await self._run("step", self.spec.step, arguments, key))
 
     async def call_tools(self, calls: list[ToolCall], turn: int, key: Key) -> Turn:
         """The results of the calls, in their order. What is wrong with a call is its result.

@@ -6,6 +6,7 @@
     class make_env: ...                   # an object for each trajectory, with tools
     async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
     async def play(row, generate): ...    # a loop of one's own around the model
+    async def step(state, action, extra_info): ...  # of RL2 upstream: rl2/rollout/text_player.py
     SYSTEM_PROMPT = "..."                 # of conversations without a system message
 
 Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
@@ -19,6 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 PLACEHOLDER_KEY = "rl2"  # its value if the user has set none
@@ -78,6 +80,17 @@ class Turn:
     done: bool = False  # ends the trajectory after the messages
 
 
+@dataclass
+class TextTurn:
+    """What `step` of the env file answers to a turn."""
+
+    reward: float  # of the turn
+    done: bool
+    score: float  # says success, and is not trained
+    extra_info: Any  # for the next turn
+    next_state: str | None  # the whole text of the next prompt
+
+
 def add_parts(parts: dict[str, float], others: dict[str, float]) -> None:
     """Adds reward parts to those that there are. Parts of one name are summed."""
     for name, value in others.items():
@@ -129,7 +142,7 @@ def check_signature(function: Callable, name: str) -> None:
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
-    inputs = {"messages", "environment", "trajectories", "base_url", "generate"}
+    inputs = {"messages", "environment", "trajectories", "base_url", "generate", "action"}
     has_messages = inputs & signature.parameters.keys()
     if not (has_messages or _takes_all_columns(signature)):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")

@@ -135,7 +135,7 @@ def _find_turn_problems(
             "objects of make_env and `state` cannot follow: take the key out, or keep all in the "
             "messages"
         )
-    if env.spec.agent or (max_turns <= 1 and not env.has_object):
+    if env.spec.agent or env.spec.step or (max_turns <= 1 and not env.has_object):
         return
     several_turns = "make_env" if env.has_object else f"rollout.max_turns={max_turns}"
     if not env.has_object and env.spec.interact is None:
@@ -255,6 +255,10 @@ async def play_reply(
         if env.has_object or (max_turns > 1 and env.spec.interact is not None):
             turn = await env.answer(messages, row, key, inputs)
             parts["turns"] = turn.reward
+        if env.spec.step is not None:  # without a model no template writes the prompt
+            state = "\n".join(str(message.get("content")) for message in prompt)
+            answer = await env.step(state, reply, row.get("extra_info", {}), key)
+            parts["turns"] = answer.reward
         add_parts(parts, await env.score(messages, row, key, inputs))
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one

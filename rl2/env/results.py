@@ -111,6 +111,26 @@ def _to_turn(name: str, result: object) -> dict[str, object]:
     }
 
 
+def _to_text_turn(name: str, result: object) -> dict[str, object]:
+    """Returns what `step` of the env file returned, as the fields of a TextTurn."""
+    if not isinstance(result, dict) or not {"reward", "done", "extra_info"} <= result.keys():
+        raise _unexpected(f"{name}: expected next_state, reward, score, done, extra_info", result)
+    state, extra_info, reward = result.get("next_state"), result["extra_info"], result["reward"]
+    try:
+        json.dumps(extra_info)  # it may cross processes
+    except (TypeError, ValueError, RecursionError):
+        raise _unexpected(f"{name}: expected extra_info to be JSON", extra_info) from None
+    if not isinstance(state, str | None):
+        raise _unexpected(f"{name}: expected next_state to be a text", state)
+    return {
+        "reward": _to_reward(name, "reward", reward),
+        "score": _to_reward(name, "score", result.get("score", reward)),
+        "done": bool(result["done"]),
+        "extra_info": extra_info,
+        "next_state": state and LONE_SURROGATE.sub("\ufffd", state),
+    }
+
+
 def _to_observation(name: str, result: object) -> str:
     """Returns what `reset` returned: a text or nothing. Gymnasium's tuple begins with it."""
     observation = result[0] if isinstance(result, tuple) else result
@@ -199,6 +219,7 @@ def _unexpected(expected: str, value: object) -> EnvError:
 
 _CHECKS = {
     "interact": _to_turn,
+    "step": _to_text_turn,
     "group_reward_fn": _to_group,
     "run": _to_agent_parts,
     "play": _to_agent_parts,

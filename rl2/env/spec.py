@@ -16,7 +16,7 @@ from rl2.env.contract import METHOD, METHODS, EnvError, check_signature
 from rl2.env.results import raising_env_error
 
 # Functions of an env file.
-FUNCTIONS = ("reward_fn", "interact", "make_env", "group_reward_fn", "run", "play")
+FUNCTIONS = ("reward_fn", "interact", "make_env", "group_reward_fn", "run", "play", "step")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class EnvSpec:
     group_reward_fn: Callable | None = None
     run: Callable | None = None
     play: Callable | None = None
+    step: Callable | None = None
     make_env: Callable | None = None
     methods: Mapping[str, Callable] = field(default_factory=dict)  # reset, step, reward, ...
     tools: Mapping[str, Callable] = field(default_factory=dict)
@@ -89,12 +90,17 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     make_env = functions.get("make_env")
     run = _function_with(functions, "run", "base_url")
     play = _function_with(functions, "play", "generate")
+    step = _function_with(functions, "step", "extra_info")
     if run and play:
         raise ValueError("`run` and `play` both play the whole trajectory: remove one of them")
     if (run or play) and (make_env or functions.get("interact")):
         agent = "run" if run else "play"
         raise ValueError(
             f"`{agent}` plays the whole trajectory: remove it, or interact and make_env"
+        )
+    if step and (run or play or make_env or functions.get("interact", functions.get("reward_fn"))):
+        raise ValueError(
+            "`step` plays and rewards the whole trajectory: remove it, or the other functions"
         )
     methods, tools = _members_of(make_env) if make_env is not None else ({}, {})
     system_prompt = functions.get("SYSTEM_PROMPT")
@@ -106,6 +112,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
         group_reward_fn=functions.get("group_reward_fn"),
         run=run,
         play=play,
+        step=step,
         make_env=make_env,
         methods=methods,
         tools=tools,
