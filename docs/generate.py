@@ -144,7 +144,8 @@ TOPICS = [
     Topic(
         "Sampling",
         r"rollout\.\w+_sampling_params\..*",
-        "Test answers have the same keys: `rollout.test_sampling_params.KEY`.",
+        "Test answers have the same keys, `rollout.test_sampling_params.KEY`, and penalties for "
+        "repetition, with which\ntraining would sample from another policy than it trains.",
     ),
     Topic(
         "Engine",

@@ -38,7 +38,7 @@ class Sample:
         self.rewards = array("f", rewards)  # [n] float32, at the token that earned it
         self.group = group  # the number of the prompt that it answers
         self.trajectory = trajectory  # the sequences of one trajectory are in order of time
-        # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
+        # What was left to draw from, where the engine tells it. Both are empty without.
         # [up to n] int32, of each token, 0 = the whole vocabulary
         self.candidate_counts = array("i", candidate_counts)
         self.candidate_ids = array("i", candidate_ids)  # [sum of the counts] int32
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass
 class Candidates:
-    """What top_p and top_k left to draw each token from: sets of token ids, beside columns [B, T].
+    """What was left to draw each token from: sets of token ids, beside columns [B, T].
 
     The policy is the softmax among them, so the trainer's log-probabilities are of that.
     """

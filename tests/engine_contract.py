@@ -187,6 +187,35 @@ def check_greedy(engine, prompts, model):
         assert out.tokens == expected[0, len(prompt) :].tolist()
 
 
+def check_penalties(engine, prompts, model, has_prompt):
+    """Checks greedy answers with penalties against logits that a loop changes token by token.
+
+    The penalty for repetition counts the prompt's tokens too if `has_prompt`.
+    """
+    for params in (
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.8},
+        {"frequency_penalty": 0.3},
+        {"presence_penalty": 0.3},
+        {"frequency_penalty": -0.1, "presence_penalty": 0.4},
+    ):
+        answers = play(engine, prompts, temperature=0.0, max_new_tokens=10, **params)
+        for prompt, out in zip(prompts, answers, strict=False):
+            for end, (token, logp) in enumerate(zip(out.tokens, out.logps, strict=True)):
+                answer = out.tokens[:end]
+                with torch.no_grad():
+                    logits = model(torch.tensor([prompt + answer])).logits[0, -1].float()
+                factor = params.get("repetition_penalty", 1.0)
+                for seen in set(prompt * has_prompt + answer):
+                    logits[seen] *= factor if logits[seen] < 0 else 1 / factor
+                for seen in answer:
+                    logits[seen] -= params.get("frequency_penalty", 0.0)
+                for seen in set(answer):
+                    logits[seen] -= params.get("presence_penalty", 0.0)
+                assert logits[token] > logits.max() - 1e-4, (params, prompt, out.tokens)
+                assert abs(logits.log_softmax(-1)[token] - logp) <= 1e-4, params
+
+
 def abort_all(engine, prompts, max_new_tokens):
     """The answers to requests that are aborted when the first of them would have 10 tokens.
 
@@ -257,6 +286,7 @@ def check_contract(engine, settings, actor, package):
     model = AutoModelForCausalLM.from_pretrained(settings.model_name, dtype=torch.float32)
     check_sampling(engine, prompts, model, check_logps, length=20)
     check_greedy(engine, prompts, model)
+    check_penalties(engine, prompts, model, has_prompt=package != "SGLang")
     if engine.index is not None:
         check_refused(engine, [], "no tokens", max_new_tokens=1)
         check_refused(engine, [98], "vocabulary", max_new_tokens=1)

@@ -205,6 +205,7 @@ def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(ba
 
 SEGMENTS = "max_split_size_mb:512,expandable_segments:True"
 TOP_P = "rollout.train_sampling_params.top_p=0.9"
+MIN_P = "rollout.train_sampling_params.min_p=0.1"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,9 @@ TOP_P = "rollout.train_sampling_params.top_p=0.9"
         ("vllm", "0.32.0", False, "", TOP_P, "train_sampling_params"),
         ("vllm", "0.32.0", False, "", TOP_P.replace("p=0.9", "k=5"), "train_sampling_params"),
         ("vllm", "0.32.0", False, "", TOP_P.replace("train", "test"), None),
+        ("local", "0.5.23", False, "", MIN_P, None),
+        ("sglang", "0.5.23", False, "", MIN_P, "train_sampling_params"),
+        ("vllm", "0.32.0", False, "", MIN_P.replace("train", "test"), None),
     ],
 )
 def test_what_an_engine_refuses(

@@ -148,7 +148,7 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
     env = """
         def run(row, base_url, model, api_key):
             fields = {"temperature": 0.5, "top_p": 1.0, "seed": None, "stop": "x", "n": 1,
-                      "service_tier": "auto",
+                      "service_tier": "auto", "min_p": 0.1, "presence_penalty": 0,
                       "max_tokens": 9, "max_completion_tokens": 5, "tool_choice": "required"}
             choice = ask(base_url, api_key, [user("a")], **fields)
             assert choice["message"]["content"] == "one ", choice
@@ -161,7 +161,7 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
     assert trajectory.rewards == {"run": 1.0}
     assert player.engine.params == [replace(params, max_new_tokens=5)]
     texts = {str(w.message) for w in caught if "of agents is ignored" in str(w.message)}
-    assert {text.split()[0] for text in texts} == {"temperature", "tool_choice"}
+    assert {text.split()[0] for text in texts} == {"temperature", "min_p", "tool_choice"}
     # The text that stops is hidden from the agent; it was sampled, so it is trained.
     assert trained_text(player, trajectory.samples[0]) == "one x<|im_end|>"
 

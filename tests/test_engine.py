@@ -9,13 +9,13 @@ import torch
 from common import make_model, make_tokenizer
 from engine_contract import check_contract, make_prompts, play
 from parity import worker_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from rl2.config.engines import choose_engine
 from rl2.engine import linear
 from rl2.engine.base import EngineSettings, SamplingParams, check_request
 from rl2.engine.local import LocalEngine
-from rl2.engine.sampler import sample_rows
+from rl2.engine.sampler import penalize_, sample_rows
 from rl2.engine.vllm_start import engine_arguments
 from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
@@ -244,6 +244,11 @@ def test_diverged_weights_raise_in_every_request(llama):
         ([5], {"temperature": float("nan")}, "temperature=nan"),
         ([5], {"top_p": 0.0}, "top_p=0.0"),
         ([5], {"top_k": 0}, "top_k=0"),
+        ([5], {"min_p": 1.0}, "min_p=1.0"),
+        ([5], {"min_p": float("nan")}, "min_p=nan"),
+        ([5], {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ([5], {"frequency_penalty": float("nan")}, "frequency and presence penalty nan and 0.0"),
+        ([5], {"presence_penalty": 2.5}, "frequency and presence penalty 0.0 and 2.5"),
     ],
 )
 def test_an_impossible_request_is_refused(prompt, params, message):
@@ -251,10 +256,10 @@ def test_an_impossible_request_is_refused(prompt, params, message):
         check_request(prompt, SamplingParams(**{"max_new_tokens": 3, **params}), 98, 512)
 
 
-def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1, with_candidates=False):
+def draw(logits, noise, temperature=1.0, **params):
     """A token of one row of logits for each noise."""
     num = len(noise)
-    params = SamplingParams(temperature, top_p, top_k, with_candidates=with_candidates)
+    params = SamplingParams(temperature, **params)
     return sample_rows(logits.expand(num, -1), noise.tolist(), [params] * num)
 
 
@@ -285,8 +290,8 @@ def test_extreme_noise_never_samples_a_token_of_probability_zero(noise):
 
 
 @pytest.mark.parametrize("with_candidates", [False, True])
-def test_top_p_and_top_k_restrict_tokens_and_on_request_logps(with_candidates):
-    probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+def test_top_p_top_k_and_min_p_restrict_tokens_and_on_request_logps(with_candidates):
+    whole = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
     for settings, allowed in (
         ({"top_k": 2}, {1, 3}),
@@ -295,11 +300,20 @@ def test_top_p_and_top_k_restrict_tokens_and_on_request_logps(with_candidates):
         ({"top_p": 1e-6}, {1}),
         ({"top_k": 3, "top_p": 0.5}, {1, 3}),
         ({"top_k": 100}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.999}, {1}),
+        ({"min_p": 0.74}, {1, 3}),
+        ({"min_p": 0.26}, {1, 3, 4}),
+        ({"min_p": 0.1}, {0, 1, 2, 3, 4}),
+        # Each looks at the whole distribution: 0.7 of it is 0.82 of what min_p leaves.
+        ({"min_p": 0.3, "top_p": 0.71}, {1, 3, 4}),
+        ({"min_p": 0.3, "top_p": 0.7, "top_k": 3}, {1, 3}),
+        ({"min_p": 0.3, "temperature": 0.5}, {1, 3}),
     ):
         tokens, logps, candidates = draw(
-            probs.log(), noise, **settings, with_candidates=with_candidates
+            whole.log(), noise, **settings, with_candidates=with_candidates
         )
         assert set(tokens.tolist()) == allowed, settings
+        probs = (whole.log() / settings.get("temperature", 1.0)).softmax(-1)
         share = sum(probs[token] for token in allowed) if with_candidates else 1.0
         torch.testing.assert_close(logps, (probs[tokens] / share).log(), rtol=0, atol=1e-5)
         assert len(candidates) == (1000 if with_candidates else 0)
@@ -309,3 +323,28 @@ def test_top_p_and_top_k_restrict_tokens_and_on_request_logps(with_candidates):
         allowed_probs = probs[sorted(allowed)]
         expected = allowed_probs / allowed_probs.sum()
         torch.testing.assert_close(frequencies, expected, rtol=0, atol=2e-3)
+
+
+def test_penalties_of_a_request_change_no_other_answer(llama):
+    """The penalty for repetition is that of transformers, and answers have the same bits alone."""
+    prompts = [[5, 6, 7], [5, 6, 7], [8, 9] * 20, [30]]
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": -0.5, "presence_penalty": 0.25}
+    params = [SamplingParams(max_new_tokens=30, **kinds) for kinds in ({}, penalties) * 2]
+    engine = make_engine(llama, max_running_requests=20)
+
+    def answer(numbers):
+        async def generate_all():
+            calls = [engine.generate(prompts[i], params[i], (0, i)) for i in numbers]
+            return await asyncio.gather(*calls)
+
+        return to_tuples(engine.loop.run_until_complete(generate_all()))
+
+    together = answer(range(4))
+    assert together == [answer([i])[0] for i in range(4)]
+    params = [SamplingParams(max_new_tokens=30)] * 4
+    plain = answer(range(4))
+    assert [a == b for a, b in zip(plain, together, strict=True)] == [True, False] * 2
+    logits = torch.randn(50) * 3
+    expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([[5, 6, 6, 7]]), logits[None])[0]
+    penalize_(logits, [5, 6], [6, 7], SamplingParams(repetition_penalty=1.5))
+    torch.testing.assert_close(logits, expected)

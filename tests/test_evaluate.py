@@ -156,6 +156,9 @@ def test_a_run_that_only_evaluates(tmp_path, monkeypatch):
         "rollout.train_sampling_params.max_new_tokens=4",
         "data.responses_per_test_prompt=2",
         "rollout.test_sampling_params.temperature=1",
+        "rollout.test_sampling_params.min_p=0.5",
+        "rollout.test_sampling_params.frequency_penalty=-2",
+        "rollout.test_sampling_params.presence_penalty=-2",
         "trainer.save_dir=run",
     ]
     done = launch_runs(1, [run])
@@ -163,6 +166,9 @@ def test_a_run_that_only_evaluates(tmp_path, monkeypatch):
     for name in ("a", "b"):
         records = read_jsonl(tmp_path / f"run/rollouts/test_{name}/step_0.jsonl")
         assert len(records) == 10
+        texts = [record["messages"][-1]["content"] for record in records]
+        assert {len(set(text)) for text in texts} == {1}, "min_p leaves what penalties favour"
+        assert len(set(texts)) > 1
         assert f"test/{name}/pass@2" in metrics
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/checkpoints").exists()
     assert "avg@2_stderr" in done.stdout

@@ -199,9 +199,9 @@ def check_log_probabilities(name, dtype, temperature, changes):
         worker.score(batch, temperature)  # of the weights before the update
 
 
-def test_they_are_equal_among_what_top_p_and_top_k_leave(models):
+@pytest.mark.parametrize("params", [{"top_p": 0.8, "top_k": 500}, {"min_p": 0.1}])
+def test_they_are_equal_among_what_is_left_to_draw_from(models, params):
     """The same answers have other log-probabilities among all tokens."""
-    params = {"top_p": 0.8, "top_k": 500}
     engine, worker = make_pair(models("llama"), "float32")
     batch = roll_out(engine, 0.7, **params, with_candidates=True)
     assert difference(batch, worker, 0.7) == 0

@@ -30,8 +30,8 @@ class Reply:
     token_ids: list[int]
     """with the stop token"""
     logprobs: list[float]
-    """of each token in softmax(logits / temperature), among the tokens that top_p and top_k leave,
-    where the engine can tell these"""
+    """of each token in softmax(logits / temperature), among the tokens that top_p, top_k and min_p
+    leave, where the engine can tell these"""
     finish_reason: str
     """stop, or length if a limit of tokens cut it"""
     prompt_ids: list[int]

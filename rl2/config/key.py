@@ -11,6 +11,7 @@ PositiveFloat = Annotated[float, ("above", 0)]
 NonNegativeInt = Annotated[int, ("at_least", 0)]
 NonNegativeFloat = Annotated[float, ("at_least", 0)]
 Ratio = Annotated[float, ("at_least", 0), ("at_most", 1)]
+Penalty = Annotated[float, ("at_least", -2), ("at_most", 2)]
 
 
 @dataclass(frozen=True)

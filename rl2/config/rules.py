@@ -79,6 +79,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
         "rollout.train_sampling_params.temperature",
         "rollout.train_sampling_params.top_p",
         "rollout.train_sampling_params.top_k",
+        "rollout.train_sampling_params.min_p",
     ),
     "teacher.kl": ("teacher.base_url",),
     "rollout.partial": ("rollout.num_processes",),  # with which no step waits
@@ -488,11 +489,11 @@ def wrong_engine(config: PPOConfig) -> Iterator[Row]:
     for reason in installation_problems(engine):
         yield "rollout.engine", f": {reason}"
     params, tp_size = rollout.train_sampling_params, rollout.tp_size
-    if (params.top_p < 1 or params.top_k != -1) and not config.trainer.eval_only:
+    if (params.top_p, params.top_k, params.min_p) != (1, -1, 0) and not config.trainer.eval_only:
         yield (
             "rollout.train_sampling_params",
-            f": {engine} does not tell which tokens top_p and top_k leave, so what it samples "
-            "could not be trained: set top_p=1 and top_k=-1, or rollout.engine=local",
+            f": {engine} does not tell which tokens top_p, top_k and min_p leave, so what it "
+            "samples could not be trained: leave them out, or set rollout.engine=local",
         )
     if engine == "vllm" and tp_size > 1:
         text = ": vLLM has one engine a process here: set 1, or rollout.engine=sglang"

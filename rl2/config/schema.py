@@ -24,6 +24,7 @@ from rl2.config.engines import ENGINES
 from rl2.config.key import (
     NonNegativeFloat,
     NonNegativeInt,
+    Penalty,
     PositiveFloat,
     PositiveInt,
     Ratio,
@@ -371,6 +372,9 @@ class SamplingConfig:
         "sample from this many of the most likely tokens; -1 = all",
         at_least=1,
     )
+    min_p: NonNegativeFloat = key(
+        SamplingParams.min_p, "least probability, as a fraction of the largest; 0 = off", below=1
+    )
     max_new_tokens: PositiveInt = key(
         SamplingParams.max_new_tokens, "longest answer of one turn, in tokens"
     )
@@ -389,6 +393,19 @@ class TestSamplingConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
     max_new_tokens: int = follows("rollout.train_sampling_params.max_new_tokens")
     stop: list[str] = follows("rollout.train_sampling_params.stop")
+    repetition_penalty: PositiveFloat = key(
+        SamplingParams.repetition_penalty,
+        "divides the logits of tokens in prompt and answer (SGLang: in the answer); 1 = off",
+        at_most=2,
+    )
+    frequency_penalty: Penalty = key(
+        SamplingParams.frequency_penalty,
+        "subtracted from a token's logit for each time that it is in the answer; 0 = off",
+    )
+    presence_penalty: Penalty = key(
+        SamplingParams.presence_penalty,
+        "subtracted from the logits of tokens that are in the answer; 0 = off",
+    )
 
 
 @dataclass

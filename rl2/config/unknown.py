@@ -50,9 +50,15 @@ def explain_unknown(name: str, value: object, known: dict[str, Key]) -> str:
     keys = [other for other in known if not known[other].is_section]
     near = near_keys(name, keys + [KEY] if has_presets(known) else keys)
     declared = declared_key(name)
+    last_part = declared.rpartition(".")[2]
+    of_tests = f"rollout.test_sampling_params.{last_part}"
+    if last_part.endswith("_penalty") and of_tests in known:
+        return (
+            f"unknown key {name}={show_value(value)}: training has no penalties, since the trained "
+            f"policy would not be the one that sampled; for tests set {of_tests}"
+        )
     others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
     if others:  # it is no misspelled key, but may be in another section here
-        last_part = declared.rpartition(".")[2]
         near = [key for key in near if key.endswith(f".{last_part}")]
     text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
     if others:

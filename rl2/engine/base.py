@@ -26,15 +26,15 @@ class Generation:
 
     tokens: list[int]
     logps: list[float]
-    """log-probability of each token in softmax(logits / temperature), before top_p and top_k; with
-    `candidates` among these alone"""
+    """log-probability of each token in softmax(logits / temperature), after penalties and before
+    top_p, top_k and min_p; with `candidates` among these alone"""
     finish_reason: str
     """stop (a stop token or text), length (max_new_tokens), or abort (by `Engine.abort`)"""
     version: int | None
     """the engine's version when the answer ended"""
     candidates: list[np.ndarray] | None = None
-    """for each token the ids int32 that top_p and top_k left to draw from, if the request asks for
-    them and the engine can tell"""
+    """for each token the ids int32 that top_p, top_k and min_p left to draw from, if the request
+    asks for them and the engine can tell"""
     experts: np.ndarray | None = None
     """[tokens, routers, choices] int16: the experts of the tokens from `experts_from` of the
     request to the last but one, if it asks for them"""
@@ -181,6 +181,13 @@ def check_request(
         raise ValueError(f"top_p={params.top_p}: expected more than 0 and at most 1")
     if params.top_k != -1 and params.top_k < 1:
         raise ValueError(f"top_k={params.top_k}: expected at least 1, or -1 for all tokens")
+    if not 0 <= params.min_p < 1:
+        raise ValueError(f"min_p={params.min_p}: expected at least 0 (off) and less than 1")
+    if not 0 < params.repetition_penalty <= 2:
+        raise ValueError(f"repetition_penalty={params.repetition_penalty}: expected above 0, to 2")
+    if not (-2 <= params.frequency_penalty <= 2 and -2 <= params.presence_penalty <= 2):
+        values = f"{params.frequency_penalty} and {params.presence_penalty}"
+        raise ValueError(f"frequency and presence penalty {values}: expected -2 to 2 (0 is off)")
     if isinstance(params.stop, str) or "" in params.stop:
         raise ValueError(f"stop={params.stop!r}: expected a list of texts that are not empty")
     if not prompt:

@@ -32,7 +32,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.cache import DenseKVCache, KVCache, PrefillAttention, PromptKV
 from rl2.engine.linear import head_logits, pack_linear_layers, unpack_linear_layers
-from rl2.engine.sampler import sample_rows, uniform_noise
+from rl2.engine.sampler import penalize_, sample_rows, uniform_noise
 from rl2.engine.shapes import choose_shapes
 from rl2.engine.stop import StopSearch
 from rl2.model.classes import is_recurrent, language_model_class
@@ -371,6 +371,9 @@ class LocalEngine(Engine):
                 params[slot] = request.params
         logits = self._decode(tokens, positions)
         experts = None if self.routing is None else self.routing.last_choices()  # [n, R, K]
+        for slot, request in enumerate(requests):
+            if request is not None and request.params.has_penalties:
+                penalize_(logits[slot], request.prompt.tokens, request.tokens, request.params)
         draws = sample_rows(logits, noise, params)
         sampled = zip(requests, draws.tokens.tolist(), draws.logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):

@@ -26,31 +26,32 @@ class Draws(NamedTuple):
 
     tokens: Tensor  # [n]
     logps: Tensor  # [n] float32
-    candidates: dict[int, Tensor]  # by row: the ids int32 that top_p and top_k left, ascending
+    candidates: dict[int, Tensor]  # by row: the ids int32 that were left to draw from, ascending
 
 
 def sample_rows(logits: Tensor, noise: Sequence[float], params: Sequence[SamplingParams]) -> Draws:
     """logits [n, V], uniform noise and parameters of each row -> a token of each row.
 
     One pass of exp over the vocabulary serves both the draw and the log-probability. That is of the
-    whole softmax, before top_p and top_k; in the rows of `with_candidates` it is among what these
-    leave. Temperature 0 takes the most likely token. Diverged if the logits are not finite.
+    whole softmax, before top_p, top_k and min_p; in the rows of `with_candidates` it is among what
+    these leave. Temperature 0 takes the most likely token. Diverged if the logits are not finite.
     """
     device = logits.device
     uniform = torch.tensor(noise, dtype=torch.float64, device=device)
     temperature = torch.tensor([float(p.temperature) for p in params], device=device)
     top_p = torch.tensor([float(p.top_p) for p in params], device=device)
     top_k = torch.tensor([p.top_k for p in params], device=device)
+    min_p = torch.tensor([float(p.min_p) for p in params], device=device)
     with_candidates = torch.tensor([p.with_candidates for p in params], device=device)
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     softmax = BlockSoftmax.of(logits, temperature)
     weights, block_sums = softmax.weights, softmax.block_sums
     candidates: dict[int, Tensor] = {}
-    restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
+    restricted = ((top_p < 1) | (top_k > 0) | (min_p > 0)).nonzero()[:, 0]
     if len(restricted):
         whole = weights[restricted].flatten(1)
-        truncated = _truncate(whole, top_p[restricted], top_k[restricted])
+        truncated = _truncate(whole, top_p[restricted], top_k[restricted], min_p[restricted])
         weights[restricted] = truncated.unflatten(1, (-1, BLOCK_SIZE_TOKENS))
         block_sums = weights.sum(-1).double()
         told = restricted[with_candidates[restricted]]
@@ -63,6 +64,17 @@ def sample_rows(logits: Tensor, noise: Sequence[float], params: Sequence[Samplin
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return Draws(tokens, softmax.logps(logits, tokens, temperature), candidates)
+
+
+def penalize_(
+    logits: Tensor, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams
+) -> None:
+    """Applies penalties to the logits [V] of the next token; that for repetition first, as vLLM."""
+    seen = logits.new_tensor([*prompt, *answer], dtype=torch.long).unique()
+    old, factor = logits[seen], params.repetition_penalty
+    logits[seen] = torch.where(old > 0, old / factor, old * factor)
+    ids, counts = logits.new_tensor(answer, dtype=torch.long).unique(return_counts=True)
+    logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _nonzero_ids(weights: Tensor, rows: Tensor) -> dict[int, Tensor]:
@@ -97,15 +109,18 @@ def _search(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """weights [n, V] -> the same with 0 for every token that top_p or top_k leaves out.
+def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """weights [n, V] -> the same with 0 for every token that top_p, top_k or min_p leaves out.
 
     top_k keeps that many most likely tokens, top_p the fewest most likely ones that hold this share
-    of all weight. Both look at the whole distribution, as in SGLang.
+    of all weight, min_p those with this share of the largest. Each looks at the whole distribution.
     """
-    ordered, index = weights.sort(dim=-1, descending=True, stable=True)
-    before = ordered.double().cumsum(-1) - ordered
-    limit = torch.where(top_k > 0, top_k, weights.shape[1])[:, None]
-    outside = before > top_p[:, None] * weights.double().sum(-1, keepdim=True)
-    outside |= torch.arange(weights.shape[1], device=weights.device) >= limit
-    return weights.masked_fill(outside.scatter(1, index, outside), 0)
+    outside = weights < min_p[:, None] * weights.amax(-1, keepdim=True)
+    if ((top_p < 1) | (top_k > 0)).any():  # min_p needs no order, which takes most of the time
+        ordered, index = weights.sort(dim=-1, descending=True, stable=True)
+        before = ordered.double().cumsum(-1) - ordered
+        limit = torch.where(top_k > 0, top_k, weights.shape[1])[:, None]
+        late = before > top_p[:, None] * weights.double().sum(-1, keepdim=True)
+        late |= torch.arange(weights.shape[1], device=weights.device) >= limit
+        outside |= late.scatter(1, index, late)
+    return weights.masked_fill(outside, 0)

@@ -92,8 +92,8 @@ class VLLMEngine(Engine):
     ) -> Generation:
         """Samples an answer, see Engine.generate. Cancelling the call ends its request.
 
-        With top_p or top_k the log-probabilities are among the tokens that these leave, and no
-        candidates are told.
+        With top_p, top_k or min_p the log-probabilities are among the tokens that these leave, and
+        no candidates are told.
         """
         assert not self.asleep, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
@@ -286,6 +286,10 @@ def vllm_params(params: SamplingParams, seed: Seed) -> Any:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
         max_tokens=params.max_new_tokens,
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,

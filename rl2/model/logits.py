@@ -1,5 +1,5 @@
 """How a head computes its logits from hidden states, perhaps among candidates alone: the tokens
-that top_p and top_k left to draw from.
+that top_p, top_k and min_p left to draw from.
 
 Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of it), S candidates of
 all pairs.

@@ -38,7 +38,7 @@ def test_the_contract(request, world):
 
 
 def test_answers_with_top_p_and_with_a_small_cache(tied, make_engine):
-    """Log-probabilities are among what top_p and top_k leave. A seed determines an answer.
+    """Log-probabilities are among what top_k or min_p leave. A seed determines an answer.
 
     Also where the cache is too small for all, so that requests are computed again.
     """
@@ -55,8 +55,9 @@ def test_answers_with_top_p_and_with_a_small_cache(tied, make_engine):
         num_same = sum(a.tokens == b.tokens for a, b in zip(answers, again, strict=True))
         assert num_same >= 28, "rounding moves few draws"
     assert preempt.called
-    for out in play(engine, prompts, max_new_tokens=5, top_k=1):
-        assert out.logps == [0.0] * 5 and out.candidates is None
+    for params in ({"top_k": 1}, {"min_p": 0.9999}):
+        for out in play(engine, prompts, max_new_tokens=5, **params):
+            assert out.logps == [0.0] * 5 and out.candidates is None
 
 
 def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
