@@ -142,8 +142,7 @@ class AgentSession:
                 raise self._length_error()
         else:
             conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
-            template = player.template_of(own)
-            begin_sample(conversation, template.encode_prompt(messages, tools))
+            begin_sample(conversation, player.template_of(own).encode_prompt(messages, tools))
         conversation.known = known
         return base, conversation
 
