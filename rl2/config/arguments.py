@@ -170,5 +170,7 @@ def explain_dropped_key(root: type, name: str) -> str:
     """Says that a trainer no longer has the key, or its section; "" if it never had."""
     if declared_key(name) != name:  # the user has chosen the name of an entry of a map
         return ""
-    [trainer] = [trainer for trainer, kind in TRAINER_CONFIGS.items() if issubclass(root, kind)]
-    return explain_dropped(name) or explain_dropped(f"{trainer} {name.partition('.')[0]}.*")
+    for trainer, kind in TRAINER_CONFIGS.items():
+        if issubclass(root, kind):
+            return explain_dropped(name) or explain_dropped(f"{trainer} {name.partition('.')[0]}.*")
+    return ""

@@ -25,6 +25,7 @@ from rl2.config.key import schema_keys
 from rl2.config.presets import KEY, NONE, has_presets, load_presets
 from rl2.config.problem import Problem, describe, refuse
 from rl2.config.rules import validate
+from rl2.config.schema import Config
 from rl2.parallel.rank import is_first_rank
 
 Root = TypeVar("Root")  # the class of a config
@@ -42,7 +43,8 @@ QUIET = [
 def parse(root: type[Root], argv: list[str], elsewhere: Collection[str] = ()) -> Root:
     """Returns the config that the arguments ask for, an instance of `root`.
 
-    `root` is the config class of a trainer or a subclass of one, and has the checks of that one.
+    `root` is the config class of a trainer or a subclass of one, and has the checks of that one; or
+    that of a server, with the checks of values alone.
 
     `--help` prints and exits. If there are problems, rank 0 prints all of them and every rank exits
     with status 2.
@@ -182,7 +184,7 @@ def finish(root: type, tree: DictConfig, arguments: Arguments) -> tuple[Any, lis
             missing.append(Problem(name, f"{name} is missing: {key.help}"))
             OmegaConf.update(tree, name, "")
     config: Any = OmegaConf.to_object(tree)
-    if config.trainer.eval_only and not config.data.test_ratio:
+    if isinstance(config, Config) and config.trainer.eval_only and not config.data.test_ratio:
         missing = [problem for problem in missing if problem.key != "data.path"]
     derive_keys(config, arguments.set_keys)
     return config, missing + validate(config, arguments.set_keys)

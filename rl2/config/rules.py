@@ -98,7 +98,8 @@ def validate(config: Config, set_keys: set[str]) -> list[Problem]:
         set_keys = set()
     rows += wrong_values(config, set_keys)
     rows += useless_keys(config, set_keys, {key for key, _ in rows})
-    rows += wrong_data(config.data)
+    if isinstance(config, Config):
+        rows += wrong_data(config.data)
     for name, model in loaded_models(config).items():
         if isinstance(model, WorkerConfig):  # the teacher lies in memory as the actor
             rows += wrong_layout(name, model, count_samplers(config))

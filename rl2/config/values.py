@@ -6,6 +6,7 @@ from typing import Any
 
 # Dicts, whose keys the schema does not list.
 OPEN_KEYS = (
+    "engine_args",  # of rl2.engine.serve
     "rollout.engine_args",
     "rollout.env_path",
     "rollout.reward_weights",
