@@ -282,6 +282,8 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         tp_size=rollout.tp_size,
         gpu_memory_utilization=share,
         engine_args=rollout.engine_args,
+        server_urls=rollout.server_urls,
+        shared_dir=rollout.shared_dir or "",
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
     )
     if is_first_rank():

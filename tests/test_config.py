@@ -206,6 +206,7 @@ def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(ba
 SEGMENTS = "max_split_size_mb:512,expandable_segments:True"
 TOP_P = "rollout.train_sampling_params.top_p=0.9"
 MIN_P = "rollout.train_sampling_params.min_p=0.1"
+SERVER = "rollout.server_urls=[http://a:1] rollout.shared_dir=weights"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,8 @@ MIN_P = "rollout.train_sampling_params.min_p=0.1"
         ("local", "0.5.23", False, "", MIN_P, None),
         ("sglang", "0.5.23", False, "", MIN_P, "train_sampling_params"),
         ("vllm", "0.32.0", False, "", MIN_P.replace("train", "test"), None),
+        ("server", None, True, SEGMENTS, SERVER, None),
+        ("server", None, False, "", f"{SERVER} {TOP_P}", "train_sampling_params"),
     ],
 )
 def test_what_an_engine_refuses(

@@ -9,6 +9,7 @@ import torch
 from common import make_model, make_tokenizer
 from engine_contract import check_contract, make_prompts, play
 from parity import worker_config
+from serving import serving
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from rl2.config.engines import choose_engine
@@ -16,6 +17,7 @@ from rl2.engine import linear
 from rl2.engine.base import EngineSettings, SamplingParams, check_request
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import penalize_, sample_rows
+from rl2.engine.server import ServerEngine
 from rl2.engine.vllm_start import engine_arguments
 from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
@@ -81,6 +83,31 @@ def test_the_contract(device, tmp_path, family, tied, deterministic):
     engine = LocalEngine(settings)
     check_contract(engine, settings, actor, "the engine")
     engine.close()
+
+
+def test_the_contract_of_servers(device, llama, tmp_path):
+    """Two of them, that answer with a model of which one had other weights before."""
+    shared = tmp_path / "shared"
+    make_model(shared / "other", seed=1)
+    with serving(
+        llama, f"shared_dir={shared}", "dtype=float32", "max_running=5", count=2
+    ) as servers:
+        for server in servers[:1]:
+            assert server.ask("/reload_weights", {"folder": "other", "version": 0})[0] == 200
+        settings = EngineSettings(
+            llama,
+            torch.float32,
+            CPU,
+            max_running_requests=10,
+            stop=["some"],
+            server_urls=[server.url for server in servers],
+            shared_dir=str(shared),
+        )
+        actor = Worker(worker_config(llama, lr=0.05, max_grad_norm=1.0), device, num_updates=8)
+        engine = ServerEngine(settings)
+        check_contract(engine, settings, actor, "the servers")
+        engine.close()
+    assert [path.name for path in shared.iterdir()] == ["other"], "weights are left behind"
 
 
 @pytest.mark.parametrize("packed", [True, False])

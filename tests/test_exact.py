@@ -377,12 +377,18 @@ def compose_config(*arguments):
     return compose(PPOConfig, read_arguments(PPOConfig, [*BASE["ppo"], *arguments]))[0]
 
 
+SERVER = ["rollout.engine=server", "rollout.server_urls=[http://a]", "rollout.shared_dir=weights"]
+
+
 def test_it_is_demanded_left_out_or_tried():
+    """Of a server it is not known before it is asked."""
     for given, expected in (
         (["rollout.exact=true"], Exactness.DEMANDED),
         (["rollout.exact=false"], Exactness.OFF),
         ([], Exactness.TRIED),
         (["trainer.rollouts_from=."], Exactness.ASSUMED),
+        (SERVER, Exactness.OFF),
+        ([*SERVER, "rollout.exact=true"], Exactness.DEMANDED),
     ):
         assert choose_exactness(compose_config(*given)) is expected
 
@@ -397,6 +403,7 @@ def test_it_is_demanded_left_out_or_tried():
         (["rollout.max_running=8"], "rollout.max_running=8: set at least 16"),
         (["actor.lora_rank=1"], "actor.lora_rank=1 and actor.dtype="),
         (["actor.lora_rank=4", "actor.quantize_base=nf4"], "actor.quantize_base=nf4: the engine"),
+        ([*SERVER, "actor.lora_rank=4"], "actor.lora_rank=4 and rollout.engine=server"),
         (["actor.compile=true"], "actor.compile=true"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
     ],

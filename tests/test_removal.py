@@ -10,7 +10,10 @@ from pathlib import Path
 from common import ROOT, make_model
 
 FEATURES = ("compiled", "dither", "lora", "moe", "nf4", "recurrent", "towers")  # of a model
-ENGINES = tuple(f"engine/{name}.py" for name in ("sglang", "states", "vllm", "vllm_start"))
+SERVERS = ("serve", "server", "weight_shards")
+ENGINES = tuple(
+    f"engine/{name}.py" for name in ("sglang", "states", "vllm", "vllm_start", *SERVERS)
+)
 ROLLOUT = ("rollout/filter.py", "rollout/partial.py")
 OTHERS = ("agents", "teacher.py", *ROLLOUT, *ENGINES)
 
@@ -48,7 +51,7 @@ def test_the_rest_still_trains(tmp_path):
     for name in OTHERS:
         (tmp_path / "rl2" / name).rename(tmp_path / name.replace("/", "_"))
     engines = tmp_path / "rl2/config/engines.py"
-    rows = re.sub(r'.*"rl2.engine.(sglang|vllm):.*\n', "", engines.read_text())
+    rows = re.sub(r'.*"rl2.engine.(sglang|vllm|server):.*\n', "", engines.read_text())
     engines.write_text(rows)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
     (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")

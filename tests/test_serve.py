@@ -1,11 +1,22 @@
-"""The server of an engine: what it answers, and what it refuses."""
+"""The server of engines: what it answers, what it refuses, and runs that sample with it.
+
+The protocol of engines is tested with it in test_engine.py.
+"""
 
 import threading
 import time
 
 import pytest
 import torch
-from common import make_model, make_tokenizer, run_main
+from common import (
+    launch,
+    letter_run,
+    make_model,
+    make_tokenizer,
+    read_metrics,
+    read_untimed_metrics,
+    run_main,
+)
 from engine_contract import play
 from scripted import process_group  # noqa: F401
 from serving import serving
@@ -13,6 +24,7 @@ from serving import serving
 from rl2.engine import serve
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
+from rl2.engine.server import ServerEngine
 
 CPU = torch.device("cpu")
 TOKEN = {"Authorization": "Bearer the token"}
@@ -154,8 +166,78 @@ def test_a_server_without_a_shared_folder_loads_nothing_and_a_signal_ends_it(lla
 def test_the_arguments_of_the_server_are_checked(capsys):
     assert run_main(serve.main, "modl_name=x", "port=99999") == 2
     assert "did you mean model_name?" in capsys.readouterr().err
-    assert run_main(serve.main, "model_name=x", "port=99999", "engine=other") == 2
+    assert run_main(serve.main, "model_name=x", "port=99999", "engine=server") == 2
     errors = capsys.readouterr().err
-    assert "port=99999: it must be below 65536" in errors and "engine=other: choose" in errors
+    assert "port=99999: it must be below 65536" in errors and "engine=server: choose" in errors
     assert run_main(serve.main, "--help") == 0
     assert "shared_dir=null" in capsys.readouterr().out
+
+
+def test_a_server_that_dies_is_replaced_and_comes_back_with_the_weights(
+    llama, shared, monkeypatch, capsys
+):
+    monkeypatch.delenv(serve.TOKEN, raising=False)
+    words = (llama, f"shared_dir={shared}", "dtype=float32")
+    local = LocalEngine(EngineSettings(llama, torch.float32, CPU))
+    prompts = [[5, 6, n] for n in range(3, 43)]
+    expected = [out.tokens for out in play(local, prompts, max_new_tokens=60)]
+    with serving(*words, count=2) as [first, second]:
+        options = {"server_urls": [first.url, second.url], "shared_dir": str(shared)}
+        wrong = EngineSettings(llama, torch.bfloat16, CPU, **options)
+        with pytest.raises(RuntimeError, match="has dtype=torch.float32, and this run needs"):
+            ServerEngine(wrong)
+        engine = ServerEngine(EngineSettings(llama, torch.float32, CPU, **options))
+        killer = threading.Timer(0.3, first.process.kill)
+        killer.start()
+        answers = play(engine, prompts, max_new_tokens=60)
+        assert [out.tokens for out in answers] == expected
+        killer.join()
+        first.process.wait()
+        assert [out.tokens for out in play(engine, prompts, max_new_tokens=60)] == expected
+        assert capsys.readouterr().out.count("is left out until the next step") == 1
+
+        port = first.url.rpartition(":")[2]
+        with serving(*words, port=port) as [restarted]:
+            # It has the model of the start, as its version says, but not from this run.
+            refused = {"prompts": [[5]], "weights": engine.weights}
+            assert restarted.ask("/generate", refused)[0] == 409
+            engine.load_weights(local.model.named_parameters(), 1)
+            for server in (restarted, second):
+                assert server.ask("/health")[1]["weights"] == engine.weights
+            second.process.kill()
+            second.process.wait()
+            assert [out.tokens for out in play(engine, prompts, max_new_tokens=60)] == expected
+        with pytest.raises(RuntimeError, match="no server is left"):
+            play(engine, prompts, max_new_tokens=60)
+        engine.close()
+
+
+def test_a_run_with_servers_has_the_bits_of_one_without(llama, tmp_path):
+    """Of two servers, one is killed in the third step."""
+    common = [*letter_run(tmp_path, llama), "rollout.exact=true"]
+    common += ["trainer.max_steps=6", "trainer.save_dir={}"]
+    command = ("-m", "rl2.trainer.ppo", *common)
+    launch(2, *[word.format(tmp_path / "local") for word in command])
+    shared, run = tmp_path / "shared", tmp_path / "server"
+    shared.mkdir()
+    with serving(llama, f"shared_dir={shared}", "dtype=float32", count=2) as servers:
+        urls = ",".join(server.url for server in servers)
+        keys = [
+            "rollout.engine=server",
+            f"rollout.server_urls=[{urls}]",
+            f"rollout.shared_dir={shared}",
+        ]
+
+        def kill_one():
+            while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 2:
+                time.sleep(0.01)
+            servers[0].process.kill()
+
+        killing = threading.Thread(target=kill_one, daemon=True)
+        killing.start()
+        done = launch(2, *[word.format(run) for word in command], *keys)
+        killing.join()
+        assert servers[1].ask("/health")[1]["weights"]["version"] == 6
+    assert f"left out until the next step: {servers[0].url}" in done.stdout
+    assert read_untimed_metrics(run) == read_untimed_metrics(tmp_path / "local")
+    assert not list(shared.iterdir()), "weights are left behind"

@@ -151,7 +151,7 @@ def exact_obstacles(config: PPOConfig) -> list[str]:
     obstacles = (
         (has_gpu(), "a GPU", "CUDA_VISIBLE_DEVICES= hides it"),
         (
-            choose_engine(rollout.engine)[0] != "local",
+            choose_engine(rollout.engine)[0] not in ("local", "server"),
             f"rollout.engine={rollout.engine}",
             "set rollout.engine=local",
         ),
@@ -178,6 +178,11 @@ def exact_obstacles(config: PPOConfig) -> list[str]:
             f"actor.lora_rank=1 and actor.dtype={actor.dtype}",
             "set a rank of at least 2: float32 kernels of one column sum rows in other orders",
         ),
+        (
+            actor.lora_rank > 0 and rollout.engine == "server",
+            f"actor.lora_rank={actor.lora_rank} and rollout.engine=server",
+            "servers multiply with merged weights; set rollout.engine=local",
+        ),
         (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
     )
     return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
@@ -187,7 +192,8 @@ def choose_exactness(config: PPOConfig) -> Exactness:
     """Returns what PPO's rollout.exact means for its actor, teacher and engine."""
     if config.rollout.exact:
         return Exactness.DEMANDED
-    if config.rollout.exact is not None or exact_obstacles(config):
+    is_unknown = config.rollout.engine == "server"  # the servers say it when they are asked
+    if config.rollout.exact is not None or is_unknown or exact_obstacles(config):
         return Exactness.OFF
     has_other_weights = config.trainer.rollouts_from or count_samplers(config)
     return Exactness.ASSUMED if has_other_weights else Exactness.TRIED
@@ -237,4 +243,5 @@ def default_correction(config: PPOConfig) -> str:
         return "none"
     if config.rollout.partial:
         return "token_tis"
-    return "none" if choose_engine(config.rollout.engine)[0] == "local" else "sequence_mask"
+    is_same = config.rollout.exact or choose_engine(config.rollout.engine)[0] == "local"
+    return "none" if is_same else "sequence_mask"

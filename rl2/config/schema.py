@@ -444,11 +444,18 @@ class RolloutConfig:
     )
     engine: str = key(
         "auto",
-        "engine that generates; local: embedded, in plain torch; auto: sglang on a GPU, else local",
+        "engine that generates; local: embedded, in plain torch; server: at server_urls; auto: "
+        "sglang on a GPU, else local",
         choices=("auto", *ENGINES),
     )
     engine_args: dict[str, Any] = key(
         {}, "other arguments of SGLang or vLLM: rollout.engine_args.NAME=VALUE"
+    )
+    server_urls: list[str] = key(
+        [], "servers of rl2.engine.serve that generate, as [http://host:port,http://other:port]"
+    )
+    shared_dir: str | None = key(
+        None, "folder through which weights go to the servers; theirs may have another path"
     )
     num_processes: NonNegativeInt = key(
         0, "processes that only sample, while the others train on an earlier rollout; the last ones"

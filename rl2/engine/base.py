@@ -71,6 +71,10 @@ class EngineSettings:
     """share of the memory that is free on its GPU when it starts that SGLang or vLLM takes"""
     engine_args: dict[str, object] = field(default_factory=dict)
     """further arguments of the engine's own library"""
+    server_urls: Sequence[str] = ()
+    """where engines run, with the engine "server\""""
+    shared_dir: str = ""
+    """folder through which their weights go"""
     seed: int = 0
     """of the run; an engine with randomness of its own adds `rank` to it"""
     rank: int = 0

@@ -1,7 +1,7 @@
 """Serves an engine by HTTP: `python -m rl2.engine.serve model_name=FOLDER key=value ...`.
 
-docs/engines.md has the requests. Every answer is JSON, that to a request which is refused too:
-{"error": why}.
+docs/engines.md has the requests. A trainer speaks to it with rollout.engine=server (server.py).
+Every answer is JSON, that to a request which is refused too: {"error": why}.
 """
 
 import asyncio
@@ -39,12 +39,13 @@ MAX_BODY_BYTES = 2**24  # of a request
 MAX_ANSWERS = 4096  # to a request
 BACKLOG = 4096  # connections that wait while the engine takes a step
 SECONDS_BETWEEN_ABORTS = 0.05
+OWN_ENGINES = [name for name in ENGINES if name != "server"]
 
 
 @dataclass
 class ServeConfig:
     model_name: str = key(MISSING, "folder or hub name of a causal LM, such as RUN/model")
-    engine: str = key("auto", "engine that generates", choices=("auto", *ENGINES))
+    engine: str = key("auto", "engine that generates", choices=("auto", *OWN_ENGINES))
     engine_args: dict[str, Any] = key({}, "other arguments of SGLang or vLLM: engine_args.NAME=...")
     host: str = key("127.0.0.1", "address to listen on; other machines may reach 0.0.0.0")
     port: NonNegativeInt = key(8000, "port to listen on; 0 takes a free one", below=2**16)

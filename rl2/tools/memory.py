@@ -242,6 +242,8 @@ def totals(config: Config, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, i
     if isinstance(config, PPOConfig) and not count_samplers(config):
         share = config.rollout.gpu_memory_utilization
         free = gpu_bytes - plan.loaded  # when SGLang starts
+        if config.rollout.engine == "server":
+            return phases
         if config.rollout.engine == "local":
             engine = plan.engine_weights
         else:
