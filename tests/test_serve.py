@@ -180,20 +180,25 @@ def test_a_server_that_dies_is_replaced_and_comes_back_with_the_weights(
     words = (llama, f"shared_dir={shared}", "dtype=float32")
     local = LocalEngine(EngineSettings(llama, torch.float32, CPU))
     prompts = [[5, 6, n] for n in range(3, 43)]
-    expected = [out.tokens for out in play(local, prompts, max_new_tokens=60)]
+    expected = [out.tokens for out in play(local, prompts, max_new_tokens=300)]
     with serving(*words, count=2) as [first, second]:
         options = {"server_urls": [first.url, second.url], "shared_dir": str(shared)}
         wrong = EngineSettings(llama, torch.bfloat16, CPU, **options)
         with pytest.raises(RuntimeError, match="has dtype=torch.float32, and this run needs"):
             ServerEngine(wrong)
         engine = ServerEngine(EngineSettings(llama, torch.float32, CPU, **options))
+        stranger = threading.Timer(0.3, lambda: [s.ask("/abort", {}) for s in (first, second)])
+        stranger.start()
+        answers = play(engine, prompts, max_new_tokens=300)
+        assert [out.tokens for out in answers] == expected, "cut by another client's abort"
+        stranger.join()
         killer = threading.Timer(0.3, first.process.kill)
         killer.start()
-        answers = play(engine, prompts, max_new_tokens=60)
+        answers = play(engine, prompts, max_new_tokens=300)
         assert [out.tokens for out in answers] == expected
         killer.join()
         first.process.wait()
-        assert [out.tokens for out in play(engine, prompts, max_new_tokens=60)] == expected
+        assert [out.tokens for out in play(engine, prompts, max_new_tokens=300)] == expected
         assert capsys.readouterr().out.count("is left out until the next step") == 1
 
         port = first.url.rpartition(":")[2]
@@ -206,9 +211,9 @@ def test_a_server_that_dies_is_replaced_and_comes_back_with_the_weights(
                 assert server.ask("/health")[1]["weights"] == engine.weights
             second.process.kill()
             second.process.wait()
-            assert [out.tokens for out in play(engine, prompts, max_new_tokens=60)] == expected
+            assert [out.tokens for out in play(engine, prompts, max_new_tokens=300)] == expected
         with pytest.raises(RuntimeError, match="no server is left"):
-            play(engine, prompts, max_new_tokens=60)
+            play(engine, prompts, max_new_tokens=300)
         engine.close()
 
 
