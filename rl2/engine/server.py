@@ -86,7 +86,7 @@ class ServerEngine(Engine):
         wanted |= {name: True for name in ("deterministic", "exact") if getattr(settings, name)}
         for server in self.servers:
             health = await self._ask(server, "/health", None, SECONDS_TO_ANSWER)
-            self._choose_server([server])
+            self._choose_server([server])  # raises if it is dead
             for name, value in wanted.items():
                 if health[name] != value:
                     raise RuntimeError(
