@@ -72,6 +72,7 @@ class Server:
             stop=["any"],  # for the engine to search for the stop texts of any request
             engine_args=config.engine_args,
         )
+        self.model = describe_model(AutoConfig.from_pretrained(config.model_name))
         self.shared_dir = config.shared_dir
         self.tokenizer: Any = load_tokenizer("model_name", config.model_name)
         self.eos_token_ids = load_eos_token_ids(config.model_name)
@@ -116,7 +117,7 @@ class Server:
         told = {
             "engine": self.kind,
             "model_name": self.settings.model_name,
-            "model": describe_model(AutoConfig.from_pretrained(self.settings.model_name)),
+            "model": self.model,
             "dtype": str(self.settings.dtype),
             "deterministic": self.settings.deterministic,
             "exact": self.settings.exact,
