@@ -242,7 +242,10 @@ async def read_body(request: web.Request) -> dict[str, Any]:
 
 def read_params(given: dict[str, Any]) -> SamplingParams:
     """The sampling parameters. TypeError for what in the engine would end all that is in flight."""
-    for name, default in asdict(SamplingParams()).items():
+    defaults = asdict(SamplingParams())
+    if unknown := given.keys() - defaults.keys():
+        raise ValueError(f"params.{min(unknown)}: unknown; there are {', '.join(defaults)}")
+    for name, default in defaults.items():
         kind: Any = {float: float | int, tuple: list}.get(type(default), type(default))
         if name in given and not isinstance(given[name], kind):
             raise TypeError(f"params.{name}={given[name]!r}: expected a value as {default!r}")
