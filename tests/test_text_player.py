@@ -121,6 +121,7 @@ def test_limits_end_a_trajectory_after_its_step(tmp_path):
     [
         ("1.0", "expected next_state, reward, score, done, extra_info, got 1.0"),
         ("{'reward': 0, 'done': False, 'extra_info': {}}", "expected a text next_state"),
+        ("{'reward': 0, 'done': False, 'extra_info': {}, 'next_state': ''}", "expected a text"),
         ("{'reward': 0, 'done': False, 'extra_info': {}, 'next_state': 3}", "to be a text, got 3"),
         ("{'reward': float('nan'), 'done': True, 'extra_info': {}}", "reward to be finite"),
         ("{'reward': 0, 'done': True, 'extra_info': {'a': step}}", "extra_info to be JSON"),
@@ -174,3 +175,25 @@ def test_the_trial_names_rows_without_extra_info(tmp_path):
     with pytest.raises(ValueError, match="rollout.partial=true"):
         preflight(env, {"data.path": pack_rows([make_row()])}, 1, is_partial=True)
     env.close()
+
+
+GO_ON = """
+async def step(state, action, extra_info):
+    return {"next_state": state + action + "Go on.", "reward": "42" in action,
+            "done": "42" in action, "extra_info": extra_info}
+"""
+
+
+def test_the_trial_finds_that_one_turn_is_not_enough(tmp_path, monkeypatch, capsys):
+    """The run would train on first turns alone, as if they were the whole."""
+    env, rows = load_text(tmp_path, GO_ON), {"data.path": pack_rows([make_row()])}
+    with pytest.raises(ValueError, match="set rollout.max_turns"):
+        preflight(env, rows, 1)
+    assert preflight(env, rows, 2) == []
+    env.close()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(GO_ON)
+    write_jsonl(tmp_path / "rows.jsonl", [make_row(answer="42")])
+    for keys, is_lacking in ([], True), (["rollout.max_turns=2"], False):
+        run_main(command.main, "env.py", "data.path=rows.jsonl", *keys)
+        assert ("give the key to this command" in capsys.readouterr().out) is is_lacking

@@ -131,9 +131,9 @@ def _find_turn_problems(
         )
     if is_partial and env.keeps_state:
         yield (
-            "rollout.partial=true moves trajectories between processes, where `run`, `play`, the "
-            "objects of make_env and `state` cannot follow: take the key out, or keep all in the "
-            "messages"
+            "rollout.partial=true moves trajectories between processes, where `run`, `play`, "
+            "`step`, the objects of make_env and `state` cannot follow: take the key out, or keep "
+            "all in the messages"
         )
     if env.spec.agent or env.spec.step or (max_turns <= 1 and not env.has_object):
         return
@@ -259,6 +259,11 @@ async def play_reply(
             state = "\n".join(str(message.get("content")) for message in prompt)
             answer = await env.step(state, reply, row.get("extra_info", {}), key)
             parts["turns"] = answer.reward
+            if max_turns == 1 and not answer.done:
+                raise EnvError(
+                    "step: done is false after the first turn, and rollout.max_turns=1 ends the "
+                    "trajectory there: set rollout.max_turns to the most turns that it may have"
+                )
         add_parts(parts, await env.score(messages, row, key, inputs))
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one

@@ -98,7 +98,8 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
         raise ValueError(
             f"`{agent}` plays the whole trajectory: remove it, or interact and make_env"
         )
-    if step and (run or play or make_env or functions.get("interact", functions.get("reward_fn"))):
+    others = (run, play, make_env, functions.get("interact"), functions.get("reward_fn"))
+    if step and any(others):
         raise ValueError(
             "`step` plays and rewards the whole trajectory: remove it, or the other functions"
         )

@@ -37,8 +37,9 @@ class TextPlayer(Player):
             trajectory.rewards["score"] += answer.score
             if answer.done or trajectory.num_turns >= self.max_turns:
                 return turn
-            if answer.next_state is None:
-                raise EnvError("step: expected a text next_state, as done is false, got None")
+            if not answer.next_state:
+                found = repr(answer.next_state)
+                raise EnvError(f"step: expected a text next_state, as done is false, got {found}")
             sample = trajectory.samples[-1]
             is_continued = answer.next_state.startswith(state + action)
             text = answer.next_state.removeprefix(state + action)
