@@ -173,6 +173,15 @@ def test_what_is_said_of_a_step(case):
         assert re.search(case["reason"], problem.reason)
 
 
+def test_a_step_whose_answers_were_all_cut_and_masked():
+    config = make_config()
+    config.rollout.mask_truncated = True
+    cut = STEP | {"rollout/truncated": 1.0, "actor/grad_norm": 0.0}
+    problems = find_problems(cut, config)
+    assert [problem.name for problem in problems] == ["taught nothing", "had most answers cut"]
+    assert "rollout.mask_truncated=true" in problems[0].reason
+
+
 def test_an_evaluation_and_an_offline_step():
     evaluation = {"step": 0, "test/reward/mean": 0.0, "time/step": 1.0}
     assert find_problems(evaluation, make_config()) == []

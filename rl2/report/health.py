@@ -237,6 +237,9 @@ def _find_lack_of_training(
         yield Problem("taught nothing", reason)
     elif "actor/lr" not in metrics:  # in the first actor.freeze_steps
         return
+    elif config.rollout.mask_truncated and metrics["rollout/truncated"] == 1:
+        reason = "rollout.mask_truncated=true trains no cut answer, and all were cut"
+        yield Problem("taught nothing", reason)
     elif metrics["actor/grad_norm"] == 0 and metrics["rollout/zero_variance"] == 1:
         yield Problem("taught nothing", _equal_rewards(metrics, config))
     elif metrics["actor/grad_norm"] == 0:
