@@ -367,6 +367,9 @@ def test_which_changes_make_another_experiment(tmp_path, monkeypatch):
     made = {"actor.adapter", "actor.loss", "adv.estimator", "kl.type", "rollout.env_path"}
     made |= {"data.system_prompt", "data.chat_template"}
     assert experiment.keys() == made and others.keys() == {"actor.lr"}
+    config.data.system_prompt = ""
+    experiment, _ = find_changes(before, identify(config, ""))
+    assert experiment["data.system_prompt"].endswith(" -> ''")
 
 
 @pytest.mark.parametrize("text", ["a" * 300, "~~ be short", "no file: or so", "a\0b"])

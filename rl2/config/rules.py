@@ -77,6 +77,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     # In 4 bits rows would be cut inside blocks, and the engine of an evaluation reads whole ones.
     "quantize_base": ("tp_size", "trainer.eval_only"),
     "correction_cap": ("correction=none",),
+    "adv.bootstrap": ("rollout.mask_truncated",),  # does not train the answers that it is for
     "kl.update_freq": ("actor.lora_rank",),  # the reference shares the actor's weights then
     "teacher.base_url": (  # a server scores at temperature 1 among the whole vocabulary
         "rollout.train_sampling_params.temperature",

@@ -261,7 +261,8 @@ def find_changes(before: RunIdentity, now: RunIdentity) -> tuple[Changes, Change
         if old != value and name not in UNLISTED:
             is_same = has_same_content or _is_same_path(old, value)
             changes = experiment if name in EXPERIMENT and not is_same else others
-            changes[name] = f"{name}: {old} -> {value}"
+            # An empty text is shown as ''.
+            changes[name] = f"{name}: {old or repr(old)} -> {value or repr(value)}"
         elif has_same_content is False:
             changes = experiment if name == DATA else others  # code may be edited
             changes[name] = f"{name}: {value} has another content"
