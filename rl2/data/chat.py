@@ -107,10 +107,10 @@ class ChatTemplate:
             if len(joined) < len(messages):
                 return self.render(joined, tools, add_generation_prompt)
             # TypeError: the template joins a text and a content that is a list or None.
-            prompt = "; data.system_prompt= leaves the system prompt out" * bool(self.system_prompt)
-            raise ValueError(
-                f"the chat template refuses these messages ({error}): {str(messages)[:500]}{prompt}"
-            ) from error
+            text = f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
+            if self.system_prompt:
+                text += "; data.system_prompt= leaves the system prompt out"
+            raise ValueError(text) from error
 
     def check_exists(self) -> None:
         """ValueError if the model has no chat template."""
