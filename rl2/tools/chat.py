@@ -47,7 +47,8 @@ def talk(path: Path) -> None:
         raise ValueError(f"{path} is a reward model, which scores answers and gives none")
     model = language_model_class(config).from_pretrained(path, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    # What the run put before its conversations. The export has its chat template.
+    # The keys of data that shape a prompt; the SYSTEM_PROMPT of an env file is not among them. The
+    # export has the chat template.
     keys = {field.name for field in fields(PromptConfig)} - {"chat_template"}
     given = read_object(path.parent / "config.yaml").get("data", {})
     data = PromptConfig(**{name: given[name] for name in keys & given.keys()})
