@@ -39,15 +39,14 @@ def make_templates(
 
     With data.system_prompt that is the prompt of all sources, which `template` has.
     """
-    own = {source: env for source, env in envs.items() if env.spec.system_prompt}
     if config.data.system_prompt is not None:
-        if template.system_prompt or own:
-            key = "that of" if template.system_prompt else "none, as it is turned off by"
-            print_once([f"system prompt: {key} data.system_prompt"])
+        key = "that of" if template.system_prompt else "none, as it is turned off by"
+        print_once([f"system prompt: {key} data.system_prompt"])
         return dict.fromkeys(envs, template)
-    for source, env in own.items():
-        of_source = f" of {source}" if source else ""
-        print_once([f"system prompt{of_source}: that of {env.path}"])
+    for source, env in envs.items():
+        if env.spec.system_prompt:
+            of_source = f" of {source}" if source else ""
+            print_once([f"system prompt{of_source}: that of {env.path}"])
     return {
         source: replace(template, system_prompt=env.spec.system_prompt)
         for source, env in envs.items()

@@ -162,7 +162,8 @@ def compose(
         ]
     except OverrideParseException as error:
         remedy = "close brackets, and quote a text with marks such as , = ( < !"
-        text = f"{error.override} cannot be read: {remedy}, as 'key=\"a value\"'"
+        word = (error.override or "").lstrip("+")
+        text = f"{word} cannot be read: {remedy}, as 'key=\"a value\"'"
         return None, [Problem("", text)]
     except (HydraException, OmegaConfBaseException, OSError) as error:
         text = str(error.__cause__ or error).partition("Config search path")[0]

@@ -109,7 +109,7 @@ class ChatTemplate:
             # TypeError: the template joins a text and a content that is a list or None.
             text = f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
             if self.system_prompt:
-                text += "; data.system_prompt= leaves the system prompt out"
+                text += "; the system prompt is that of data.system_prompt or of the env file"
             raise ValueError(text) from error
 
     def check_exists(self) -> None:
