@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl2.batch import Batch
+from rl2.batch import Batch, scored_spans
 from rl2.model.token_model import TokenScores
+from rl2.rollout.stats import rows_of_truncated
 from rl2.rollout.trajectory import Trajectory
 
 
@@ -23,21 +24,15 @@ def continue_returns(
     values, as GAE, that is where V of the next state would stand (time limits as in Pardo et al.,
     arXiv:1712.00378, section 3). All processes make the same call.
     """
-    truncated = torch.tensor([t.id for t in trajectories if t.is_truncated], dtype=torch.int64)
     is_last = torch.ones_like(batch.trajectory, dtype=torch.bool)  # of its trajectory's rows
     is_last[:-1] = batch.trajectory[1:] != batch.trajectory[:-1]
-    rows = (is_last & torch.isin(batch.trajectory, truncated)).nonzero()[:, 0]
+    rows = (is_last & rows_of_truncated(batch, trajectories)).nonzero()[:, 0]
     if len(rows):
         cut = batch.select(rows)
-        last = last_trained(cut.mask)
+        last = torch.tensor([end - 1 for _, end in scored_spans(cut)])
         values = score(states_behind(cut, last)).values
         assert values is not None
         batch.rewards[rows, last] += gamma * values[torch.arange(len(rows)), last + 1]
-
-
-def last_trained(mask: Tensor) -> Tensor:
-    """mask [B, T] -> [B] the column of the last trained token."""
-    return mask.shape[1] - 1 - mask.flip(1).argmax(1)
 
 
 def states_behind(batch: Batch, last: Tensor) -> Batch:

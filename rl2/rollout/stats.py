@@ -166,8 +166,13 @@ def mask_truncated(batch: Batch, trajectories: list[Trajectory]) -> None:
     it comes after the advantages: such an answer counts in the baseline of its group, but in no sum
     or mean of the losses.
     """
+    batch.mask[rows_of_truncated(batch, trajectories)] = 0
+
+
+def rows_of_truncated(batch: Batch, trajectories: list[Trajectory]) -> Tensor:
+    """[B] bool: whether a length limit cut the trajectory of the row."""
     truncated = [t.id for t in trajectories if t.is_truncated]
-    batch.mask[torch.isin(batch.trajectory, torch.tensor(truncated, dtype=torch.long))] = 0
+    return torch.isin(batch.trajectory, torch.tensor(truncated, dtype=torch.long))
 
 
 def to_records(
