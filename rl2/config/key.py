@@ -26,6 +26,7 @@ class Key:
     below: float | None = None
     may_be_infinite: bool = False  # inf switches a bound off
     may_be_switch: bool = False  # also true or false
+    may_be_empty: bool = False  # "" is a value, and no unset variable of the shell
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
     is_section: bool = False

@@ -150,13 +150,11 @@ def wrong_choices(config: Config) -> Iterator[Row]:
 def wrong_values(config: Config, set_keys: set[str]) -> Iterator[Row]:
     """Values outside the range of their key. None and the default are in it.
 
-    An empty text that the user has set is wrong, too, except where it turns the system prompt of
-    an env file off.
+    An empty text that the user has set is wrong, too, unless the key may be empty.
     """
-    may_be_empty = {"data.system_prompt"} if isinstance(config, PPOConfig) else set()
     for name, key in schema_keys(type(config)).items():
         value, default = get_value(config, name), default_value(config, name)
-        if value == "" and name in set_keys - may_be_empty:
+        if value == "" and name in set_keys and not key.may_be_empty:
             yield name, ": write a value, or leave the key out; is a shell variable unset?"
         elif not key.is_section and not isinstance(value, str) and value not in (None, default):
             for bound in key.broken_bounds(value):

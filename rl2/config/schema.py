@@ -73,8 +73,7 @@ class DataConfig:
     )
     system_prompt: str | None = key(
         None,
-        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer; "
-        "by default the env file's SYSTEM_PROMPT, and data.system_prompt= leaves that out",
+        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer",
     )
     max_length: PositiveInt = key(
         1024, "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted"
@@ -113,6 +112,12 @@ class DataConfig:
 
 @dataclass
 class PromptConfig(DataConfig):
+    system_prompt: str | None = key(
+        None,
+        "put before conversations without one; a text, a .txt or .md file, boxed, think_answer; "
+        "by default the env file's SYSTEM_PROMPT, and data.system_prompt= leaves that out",
+        may_be_empty=True,
+    )
     prompts_per_rollout: PositiveInt = key(32, "prompts per step")
     responses_per_prompt: PositiveInt = key(8, "answers sampled per prompt, which form a group")
     batch_size: PositiveInt | None = key(
