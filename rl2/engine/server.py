@@ -70,18 +70,17 @@ class ServerEngine(Engine):
         urls = [url.rstrip("/") for url in settings.server_urls]
         first = settings.rank % len(urls)  # among equals, each rank prefers another one
         self.servers = [Remote(url) for url in urls[first:] + urls[:first]]
-        self.loop.run_until_complete(self._check_servers(settings))
+        config = AutoConfig.from_pretrained(settings.model_name)
+        self.loop.run_until_complete(self._check_servers(settings, describe_model(config)))
         # What they have may be of another run: they begin with the model of this one.
         start: NamedTensors = ()
         if settings.rank == 0:
-            config = AutoConfig.from_pretrained(settings.model_name)
             model_class = language_model_class(config)
             model, _ = read_weights(model_class, settings.model_name, config, self.dtype)
             start = [*model.named_parameters(), *persistent_buffers(model)]
         self.load_weights(start, 0)
 
-    async def _check_servers(self, settings: EngineSettings) -> None:
-        model = describe_model(AutoConfig.from_pretrained(settings.model_name))
+    async def _check_servers(self, settings: EngineSettings, model: str) -> None:
         wanted: dict[str, object] = {"model": model, "dtype": str(settings.dtype)}
         wanted |= {name: True for name in ("deterministic", "exact") if getattr(settings, name)}
         for server in self.servers:

@@ -135,7 +135,7 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     models = make_models(config, device, num_updates, recorder.new_worker)
     actor, critic = models.actor, models.critic
     recorder.plan.loaded = recorder.memory.bytes
-    rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
+    rows = config.data.trajectories_per_rollout
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
     recorder.enter("infer")
     teacher = models.teacher if has_full_kl(config) else None
