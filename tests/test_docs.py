@@ -93,6 +93,14 @@ def test_every_link_and_file_that_is_named_exists(page):
         assert (ROOT / name).exists(), f"{page} names {name}"
 
 
+def test_every_extra_that_is_named_exists():
+    extras = set(re.findall(r'^ {8}"(\w+)": \[', read("setup.py"), re.MULTILINE))
+    assert {"sglang", "test"} <= extras
+    for file in [*map(ROOT.joinpath, PAGES), *(ROOT / "rl2").rglob("*.py")]:
+        for names in re.findall(r"(?:\brl2|'\.)\[([a-z0-9,-]+)\]", file.read_text("utf-8")):
+            assert set(names.split(",")) <= extras, f"{file} names {names}"
+
+
 def test_the_index_leads_to_every_page_and_the_readme_to_it():
     assert "docs/README.md" in read("README.md")
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
