@@ -47,51 +47,67 @@ class CallEnded(BaseException):
 class CallThread(threading.Thread):
     """Runs functions, one at a time. It does not delay the process's exit."""
 
-    def __init__(self, name: str, function: Callable[[], object]):
+    def __init__(self, name: str, function: Callable[[], object], loop: asyncio.AbstractEventLoop):
         super().__init__(name=name, daemon=True)
-        self._functions: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], object], asyncio.Future] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self.call(function)
+        self.call(function, loop)
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Runs a function when the last one has ended. `result` is done when this one has."""
-        self.result: concurrent.futures.Future = concurrent.futures.Future()
-        # The future cannot be cancelled from here on, so a late result is not an error.
-        self.result.set_running_or_notify_cancel()
-        self._functions.put(function)
+    def call(self, function: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs a function when the last one has ended. `result` is its future on the loop."""
+        self.is_running = True
+        self.result = loop.create_future()
+        self._calls.put((function, self.result))
 
     def finish(self) -> None:
         """Ends the thread when its function has ended."""
-        self._functions.put(None)
+        self._calls.put(None)
 
     def run(self) -> None:
-        while function := self._functions.get():
-            value = None
+        while call := self._calls.get():
+            function, result = call
             try:
-                value = Context().run(function)  # without the variables of earlier calls
-                with self._lock:
-                    self.result.set_result(value)
+                # Without the variables of earlier calls.
+                settle = partial(_settle, result.set_result, Context().run(function))
+                self._stop_running()
             except BaseException as error:
-                with self._lock:
-                    if not self.result.done():
-                        self.result.set_exception(error)
-            del function, value  # nothing of a call stays while the thread waits for the next one
+                settle = partial(_settle, result.set_exception, error)
+                self._stop_running()
+            # The loop may be closed: then nobody waits for the result.
+            with contextlib.suppress(RuntimeError):
+                result.get_loop().call_soon_threadsafe(settle)
+            del call, function, result, settle  # a call leaves nothing while the thread waits
+
+    def _stop_running(self) -> None:
+        with self._lock:
+            self.is_running = False
 
     def end(self) -> None:
         """Raises CallEnded in the function, as soon as it runs Python code."""
         with self._lock:  # it cannot end meanwhile, and its number go to another thread
-            if not self.result.done():
+            if self.is_running:
                 number, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(CallEnded)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
 
-def start_thread(name: str, function: Callable[[], object], is_kept: bool = False) -> CallThread:
+def _settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+    """Sets the result or the error of a future, unless it was cancelled: nobody waits for it."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        set_outcome(outcome)
+
+
+def start_thread(
+    name: str,
+    function: Callable[[], object],
+    loop: asyncio.AbstractEventLoop,
+    is_kept: bool = False,
+) -> CallThread:
     """Runs `function` in a new thread, which others may follow in if it `is_kept`.
 
     EnvError if the machine has no room for one.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    thread = CallThread(name, function)
+    thread = CallThread(name, function, loop)
     if not is_kept:
         thread.finish()
     try:
@@ -112,7 +128,7 @@ class LoopThread:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self.loop.set_default_executor(_DaemonExecutor())
-        self.thread = start_thread("env", self._serve)
+        self.thread = start_thread("env", self._serve, self.loop)
 
     def submit(self, coroutine: Coroutine) -> concurrent.futures.Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -155,11 +171,12 @@ class Threads:
         if is_async:
             return await self._run_async(name, function, arguments)
         call = partial(_call, name, function, arguments)
+        loop = asyncio.get_running_loop()
         if self._idle:
             thread = self._idle.pop()
-            thread.call(call)
+            thread.call(call, loop)
         else:
-            thread = start_thread(name, call, is_kept=True)
+            thread = start_thread(name, call, loop, is_kept=True)
             self._kept.add(thread)
         try:
             return await self._wait(name, thread.result)
@@ -169,7 +186,7 @@ class Threads:
                 "rollout.env_isolation=process kills such calls"
             ) from None
         finally:
-            if thread.result.done() and thread in self._kept:
+            if not thread.is_running and thread in self._kept:
                 self._idle.append(thread)
             else:
                 self._kept.discard(thread)
@@ -194,7 +211,7 @@ class Threads:
         coroutine = _call_async(name, function, arguments)
         result = loop.submit(coroutine)
         try:
-            value = await self._wait(name, result)
+            value = await self._wait(name, asyncio.wrap_future(result))
         except LateError as error:
             # Another late call may have seen the block before, and ended it.
             if self._blocked_at < began_at and (work := loop.describe_work()):
@@ -216,15 +233,16 @@ class Threads:
             raise value
         return value
 
-    async def _wait(self, name: str, result: concurrent.futures.Future) -> Any:
+    async def _wait(self, name: str, result: asyncio.Future) -> Any:
         """The result of a call that begins now. LateError if it is not there in time."""
-        task = asyncio.wrap_future(result)
-        with expecting(self._timeout):
-            done, _ = await asyncio.wait([task], timeout=self._timeout)
-        if not done:
-            task.cancel()
-            raise LateError(f"{name} did not return within rollout.env_timeout={self._timeout:g} s")
-        return task.result()
+        try:
+            with expecting(self._timeout):
+                async with asyncio.timeout(self._timeout):
+                    return await result
+        except TimeoutError:  # ours: a function that raises one raises EnvError here
+            raise LateError(
+                f"{name} did not return within rollout.env_timeout={self._timeout:g} s"
+            ) from None
 
 
 def _call(name: str, function: Callable, arguments: dict) -> Any:
@@ -250,4 +268,5 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
     """Runs what the env gives to asyncio.to_thread in threads that do not delay the exit."""
 
     def submit(self, function: Callable, /, *arguments: object, **named: object) -> Any:
-        return start_thread("env", partial(function, *arguments, **named)).result
+        call = partial(function, *arguments, **named)
+        return start_thread("env", call, asyncio.get_running_loop()).result
