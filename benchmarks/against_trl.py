@@ -1,7 +1,8 @@
 """Shared code of the benchmarks that compare rl2 with TRL.
 
-The data are word problems of reasoning-gym's gsm_symbolic. Each library runs in its own process.
-The first step is a warm-up and does not count.
+The data are word problems of reasoning-gym's gsm_symbolic. With --data FILE they are the first and
+the last message of its rows, as those of GSM8K. Each library runs in its own process. The first
+step is a warm-up and does not count. Arguments key=value are further keys of rl2.
 """
 
 import argparse
@@ -14,14 +15,21 @@ from pathlib import Path
 LIBRARIES = ("trl", "rl2")
 
 
-def make_problems(count: int):
+def make_problems(count: int, file: Path | None) -> list[tuple[str, str]]:
+    """Returns word problems and their worked answers."""
+    if file is not None:
+        conversations = [row["messages"] for row in read_rows(file)[:count]]
+        assert len(conversations) == count, f"{file} has {len(conversations)} of {count} rows"
+        return [(messages[0]["content"], messages[-1]["content"]) for messages in conversations]
     import reasoning_gym
 
-    return reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
+    problems = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
+    return [(item["question"], item["metadata"]["answer_cot"]) for item in problems]
 
 
-def read_rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+def read_rows(file: Path) -> list[dict]:
+    with open(file, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str) -> list[dict]:
@@ -39,7 +47,7 @@ def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str)
         *arguments,
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(folder / "metrics.jsonl")
     return [{"seconds": line["time/step"], "tokens": line[tokens_key]} for line in lines]
 
 
@@ -51,6 +59,9 @@ def make_parser(description: str, **sizes: int) -> argparse.ArgumentParser:
     parser.add_argument("model")
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("keys", nargs="*", help="key=value of rl2")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--only", choices=LIBRARIES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser

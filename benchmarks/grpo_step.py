@@ -1,13 +1,14 @@
 """Seconds of one GRPO step of rl2 and of TRL's GRPOTrainer with the same settings.
 
     python benchmarks/grpo_step.py MODEL [--prompts 8] [--samples 8] [--longest 64] [--steps 4]
+        [--data FILE] [key=value ...]
 
 A step is the rollout, the update, and the transfer of the weights to the engine. The prompts are
-word problems of reasoning-gym's gsm_symbolic. There is no KL term, one update a rollout, and no
+word problems, see against_trl.py. There is no KL term, one update a rollout, and no
 gradient checkpointing. The dtype is bf16 if the hardware is fast at it. Each library runs in its
 own process. The first step is a warm-up and does not count.
 
-Needs the `test` and `quickstart` extras.
+Needs the `test` extra, and `quickstart` without --data.
 """
 
 import json
@@ -15,7 +16,6 @@ import statistics
 from pathlib import Path
 
 from against_trl import (
-    LIBRARIES,
     make_parser,
     make_problems,
     measure_steps,
@@ -28,10 +28,10 @@ from against_trl import (
 ENV = "def reward_fn(messages):\n    return len(messages[-1]['content']) / 100\n"
 
 
-def make_rows(count: int) -> list[dict]:
+def make_rows(count: int, file: Path | None) -> list[dict]:
     return [
-        {"messages": [{"role": "user", "content": item["question"]}], "answer": item["answer"]}
-        for item in make_problems(count)
+        {"messages": [{"role": "user", "content": question}]}
+        for question, _ in make_problems(count, file)
     ]
 
 
@@ -50,6 +50,7 @@ def run_rl2(arguments, folder: Path) -> list[dict]:
         f"rollout.train_sampling_params.max_new_tokens={arguments.longest}",
         "adv.norm_var=true",
         f"trainer.deterministic={arguments.deterministic}",
+        *arguments.keys,
     ]
     return train_rl2("ppo", folder, settings, "tokens/sampled")
 
@@ -61,8 +62,8 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
     from rl2.worker import compute_dtype
 
-    rows = read_rows(folder)
-    data = Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows])
+    rows = read_rows(folder / "rows.jsonl")
+    data = Dataset.from_list([{"prompt": row["messages"]} for row in rows])
 
     def length_reward(completions, **_):
         return [len(reply[0]["content"]) / 100 for reply in completions]
@@ -106,14 +107,14 @@ def main() -> None:
     parser.add_argument(
         "--deterministic", default="true", help="whether rl2's rollouts repeat bit for bit"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.only:
         run = {"trl": run_trl, "rl2": run_rl2}[arguments.only]
         print(json.dumps(run(arguments, arguments.folder)))
         return
-    rows = make_rows(arguments.prompts * arguments.steps)
+    rows = make_rows(arguments.prompts * arguments.steps, arguments.data)
     medians = {}
-    for library in LIBRARIES:
+    for library in arguments.libraries:
         steps = measure_steps(library, rows)
         seconds = [step["seconds"] for step in steps]
         tokens = [step["tokens"] for step in steps]
@@ -124,7 +125,8 @@ def main() -> None:
             f"{statistics.mean(tokens):.0f} sampled tokens, {rate:.0f} tokens/s",
             flush=True,
         )
-    print(f"trl / rl2: {medians['trl'] / medians['rl2']:.2f}")
+    if len(medians) == 2:
+        print(f"trl / rl2: {medians['trl'] / medians['rl2']:.2f}")
 
 
 if __name__ == "__main__":

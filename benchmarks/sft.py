@@ -1,10 +1,10 @@
 """Tokens per second of supervised fine-tuning with rl2 and with TRL's SFTTrainer.
 
     python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2]
-        [--checkpointing true]
+        [--checkpointing true] [--data FILE] [key=value ...]
 
-The rows are word problems of reasoning-gym's gsm_symbolic with their worked answers. All of their
-tokens are trained. The order of the rows is the same. The libraries take turns.
+The rows are word problems with their worked answers, see against_trl.py. All of their tokens are
+trained. The order of the rows is the same. The libraries take turns.
 
 - A step of TRL is 4 packs of --pack tokens, packed by TRL (`bfd`). --trl-batch packs run at a time.
 - A step of rl2 is --rows rows. 20 rows have slightly more tokens than TRL's step. At most the
@@ -13,7 +13,7 @@ tokens are trained. The order of the rows is the same. The libraries take turns.
 The weights are fp32, the compute dtype is bf16 if the hardware is fast at it, and the optimizer is
 AdamW. Each library runs in its own process. The first step is a warm-up and does not count.
 
-Needs the `test` and `quickstart` extras.
+Needs the `test` extra, and `quickstart` without --data.
 """
 
 import itertools
@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 
 from against_trl import (
-    LIBRARIES,
     make_parser,
     make_problems,
     measure_steps,
@@ -34,11 +33,8 @@ from against_trl import (
 PACKS_PER_STEP = 4
 
 
-def make_rows(count: int) -> list[dict]:
-    return [
-        {"text": f"{item['question']}\n{item['metadata']['answer_cot']}"}
-        for item in make_problems(count)
-    ]
+def make_rows(count: int, file: Path | None) -> list[dict]:
+    return [{"text": "\n".join(problem)} for problem in make_problems(count, file)]
 
 
 def run_rl2(arguments, folder: Path) -> list[dict]:
@@ -50,6 +46,7 @@ def run_rl2(arguments, folder: Path) -> list[dict]:
         "actor.lr=1e-5",
         f"actor.max_length_per_device={arguments.pack * PACKS_PER_STEP}",
         f"actor.gradient_checkpointing={arguments.checkpointing}",
+        *arguments.keys,
     ]
     return train_rl2("sft", folder, settings, "tokens/total")
 
@@ -71,7 +68,7 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
     clock = Clock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = Dataset.from_list(read_rows(folder))
+    data = Dataset.from_list(read_rows(folder / "rows.jsonl"))
     config = SFTConfig(
         output_dir=str(folder / "trl"),
         max_steps=arguments.steps,
@@ -105,18 +102,18 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 def main() -> None:
     parser = make_parser(__doc__, rows=20, pack=1024, steps=4, rounds=2, trl_batch=1)
     parser.add_argument("--checkpointing", default="true", choices=["true", "false"])
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.only:
         run = {"trl": run_trl, "rl2": run_rl2}[arguments.only]
         print(json.dumps(run(arguments, arguments.folder)))
         return
-    rows = make_rows(arguments.rows * arguments.steps)
-    rates = {library: [] for library in LIBRARIES}
+    rows = make_rows(arguments.rows * arguments.steps, arguments.data)
+    rates = {library: [] for library in arguments.libraries}
     print(
         f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}"
     )
     for i in range(arguments.rounds):
-        for library in LIBRARIES:
+        for library in arguments.libraries:
             steps = measure_steps(library, rows)
             seconds = [step["seconds"] for step in steps]
             tokens = [step["tokens"] for step in steps]
@@ -124,9 +121,11 @@ def main() -> None:
             rates[library].append(rate)
             means = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}"
             print(f"{i + 1:<8}{library:6}{len(steps):6}{means}{rate:10.0f}", flush=True)
-    rate_pairs = zip(rates["rl2"], rates["trl"], strict=True)
-    ratios = [rl2_rate / trl_rate for rl2_rate, trl_rate in rate_pairs]
-    print(f"rl2 / trl: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    if len(rates) == 2:
+        rate_pairs = zip(rates["rl2"], rates["trl"], strict=True)
+        ratios = [rl2_rate / trl_rate for rl2_rate, trl_rate in rate_pairs]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"rl2 / trl: {statistics.median(ratios):.2f} ({spread})")
 
 
 if __name__ == "__main__":

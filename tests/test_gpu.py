@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -81,3 +82,27 @@ def test_a_part_can_be_rehearsed_on_a_cpu(tmp_path, monkeypatch, models, gsm8k, 
         launch(1, GPU / "part.py", *function, figures, 300, check=name not in NEED_MORE)
     reasons = [line["reason"] for line in read_jsonl(figures) if "reason" in line]
     assert len(reasons) == (name in NEED_MORE), reasons
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("command", "result"),
+    [
+        (["bash", "gpu.sh", "grpo", "trainer.seed=1"], r"rl2 +[\d.]+ s a step"),
+        ([sys.executable, "update.py", "--pack=auto", "--document=64"], r"update .* tokens/s"),
+    ],
+)
+def test_measurements_can_be_rehearsed_on_a_cpu(models, gsm8k, command, result):
+    env = {"RL2_DEVICE": "cpu", "RL2_GPU_MODELS": str(models), "RL2_GPU_GSM8K": str(gsm8k)}
+    env |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program, name, *arguments = command
+    arguments += [str(gsm8k / "model")] * (program == sys.executable)
+    done = subprocess.run(
+        [program, ROOT / "benchmarks" / name, *arguments],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^{result}", done.stdout, re.MULTILINE)
+    assert re.search(r"step \d/\d", done.stderr)
