@@ -30,7 +30,14 @@ from rl2.config.schema import (
 )
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.engine.base import (
+    SHARE_BESIDE_TRAINER,
+    SHARE_OF_OWN_GPU,
+    Engine,
+    EngineSettings,
+    SamplingParams,
+    default_max_running,
+)
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
@@ -57,16 +64,6 @@ from rl2.rollout.sampling import Colocated
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.shape import Shape, add_overlong
 from rl2.run.folder import RunFolder
-
-# What rollout.gpu_memory_utilization=auto is. The rest is for the engine to compute, and beside a
-# trainer for the weights that it sends.
-SHARE_BESIDE_TRAINER = 0.6
-SHARE_OF_OWN_GPU = 0.85
-# Sequences that an engine decodes at a time, where rollout.max_running is not set. A step of SGLang
-# or vLLM on a GPU hardly takes longer with four times as many, and those that have no room for
-# their keys and values wait. The embedded engine has that room for all of them from the start.
-MAX_RUNNING = 64
-MAX_RUNNING_ON_GPU = 256
 
 
 class Teacher(Protocol):
@@ -291,11 +288,6 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     engine: Engine = pkgutil.resolve_name(ENGINES[kind])(settings)
     cleanup.register(engine.close, at_exit=False)  # also where the run fails
     return engine
-
-
-def default_max_running(kind: str, device: torch.device) -> int:
-    """rollout.max_running of an engine of this kind, where it is not set."""
-    return MAX_RUNNING if kind == "local" or device.type == "cpu" else MAX_RUNNING_ON_GPU
 
 
 def _choose_adapters(config: PPOConfig) -> ActorConfig | None:

@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from rl2.config.engines import choose_engine
 from rl2.engine import linear
-from rl2.engine.base import EngineSettings, SamplingParams, check_request
+from rl2.engine.base import EngineSettings, SamplingParams, check_request, default_max_running
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import penalize_, sample_rows
 from rl2.engine.server import ServerEngine
 from rl2.engine.vllm_start import engine_arguments
-from rl2.ppo_setup import default_max_running
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")

@@ -18,6 +18,15 @@ from rl2.model.classes import is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
 Seed = tuple[int, ...]  # of one answer; each number may be of any size
+# Which part of a GPU's free memory SGLang or vLLM takes by default. The rest is for it to compute,
+# and beside a trainer for the weights that it sends.
+SHARE_BESIDE_TRAINER = 0.6
+SHARE_OF_OWN_GPU = 0.85
+# Sequences that an engine decodes at a time by default. A step of SGLang or vLLM on a GPU hardly
+# takes longer with four times as many, and those that have no room for their keys and values wait.
+# The embedded engine has that room for all of them from the start.
+MAX_RUNNING = 64
+MAX_RUNNING_ON_GPU = 256
 
 
 @dataclass
@@ -50,7 +59,7 @@ class EngineSettings:
     """of weights, keys and values"""
     device: torch.device
     """of this rank"""
-    max_running_requests: int = 64
+    max_running_requests: int = MAX_RUNNING
     """requests that one engine decodes at a time; the others wait"""
     deterministic: bool = True
     """an answer depends on prompt, params and seed only, not on the other requests"""
@@ -67,7 +76,7 @@ class EngineSettings:
     `generate`"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: float = SHARE_BESIDE_TRAINER
     """share of the memory that is free on its GPU when it starts that SGLang or vLLM takes"""
     engine_args: dict[str, object] = field(default_factory=dict)
     """further arguments of the engine's own library"""
@@ -80,6 +89,11 @@ class EngineSettings:
     rank: int = 0
     """of this process, among `world_size` processes of the job"""
     world_size: int = 1
+
+
+def default_max_running(kind: str, device: torch.device) -> int:
+    """Sequences that an engine of this kind decodes at a time, where no key says it."""
+    return MAX_RUNNING if kind == "local" or device.type == "cpu" else MAX_RUNNING_ON_GPU
 
 
 class Engine(Protocol):

@@ -27,7 +27,13 @@ from rl2.config.engines import ENGINES, choose_engine
 from rl2.config.help import explain
 from rl2.config.key import NonNegativeInt, PositiveInt, key
 from rl2.config.parse import parse
-from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.engine.base import (
+    SHARE_OF_OWN_GPU,
+    Engine,
+    EngineSettings,
+    SamplingParams,
+    default_max_running,
+)
 from rl2.engine.weight_shards import Hashes, read_shards
 from rl2.model.folder import load_eos_token_ids, load_tokenizer
 from rl2.parallel.device import compute_dtype
@@ -50,7 +56,9 @@ class ServeConfig:
     host: str = key("127.0.0.1", "address to listen on; other machines may reach 0.0.0.0")
     port: NonNegativeInt = key(8000, "port to listen on; 0 takes a free one", below=2**16)
     dtype: str = key("auto", "dtype of the weights", choices=("auto", "float32", "bfloat16"))
-    max_running: PositiveInt = key(64, "sequences that the engine decodes at a time")
+    max_running: PositiveInt | None = key(
+        None, "sequences that it decodes at a time; 64, or 256 with SGLang and vLLM on a GPU"
+    )
     shared_dir: str | None = key(None, "folder from which weights may be loaded; by default none")
 
 
@@ -62,13 +70,15 @@ class Server:
         device = init_distributed()
         is_cpu = device.type == "cpu"
         self.kind, reason = choose_engine(config.engine)
+        max_running = config.max_running or default_max_running(self.kind, device)
         self.settings = EngineSettings(
             model_name=config.model_name,
             dtype=compute_dtype(config.dtype, device),
             device=device,
-            max_running_requests=config.max_running,
+            max_running_requests=max_running,
+            gpu_memory_utilization=SHARE_OF_OWN_GPU,
             deterministic=is_cpu,
-            exact=is_cpu and self.kind == "local" and config.max_running >= MIN_ROWS,
+            exact=is_cpu and self.kind == "local" and max_running >= MIN_ROWS,
             stop=["any"],  # for the engine to search for the stop texts of any request
             engine_args=config.engine_args,
         )

@@ -23,12 +23,12 @@ from rl2.config.conditions import (
     sends_adapters,
 )
 from rl2.config.schema import Config, DPOConfig, OfflineConfig, PPOConfig, SFTConfig, worker_names
+from rl2.engine.base import SHARE_BESIDE_TRAINER
 from rl2.gpu_memory import OUTSIDE_BYTES
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import AdamW, Muon
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.parallel.planned_device import MemoryTracker
-from rl2.ppo_setup import SHARE_BESIDE_TRAINER
 from rl2.rounding import ceil_div, round_up
 from rl2.tools.planned_process import ModelsWithoutValues, planned_process
 from rl2.trainer.dpo import preference_loss
