@@ -16,6 +16,7 @@ from rl2.config.conditions import (
     adapter_obstacle,
     choose_exactness,
     count_samplers,
+    exact_obstacles,
     has_full_kl,
     loads_teacher,
     needs_critic,
@@ -285,6 +286,11 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     )
     if is_first_rank():
         print(f"rollout engine: {kind}, {reason}")
+        if kind == "local" and rollout.exact is None and setup.device.type == "cpu":
+            for obstacle in exact_obstacles(config):
+                print(
+                    f"log-probabilities of engine and trainer differ by rounding, with {obstacle}"
+                )
     engine: Engine = pkgutil.resolve_name(ENGINES[kind])(settings)
     cleanup.register(engine.close, at_exit=False)  # also where the run fails
     return engine

@@ -335,8 +335,9 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
     assert len(warnings) == 1 and re.match(f"warning: {where}.*rollout.exact=false", warnings[0])
 
 
-def test_whole_runs_are_exact(tmp_path):
+def test_whole_runs_are_exact(tmp_path, monkeypatch):
     """Two processes with FSDP, several turns and updates."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # without AMX
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     name = make_model(tmp_path / "tiny", **{**SHAPE, "vocab_size": 98, "initializer_range": 0.1})
     common = [
@@ -374,7 +375,8 @@ def test_whole_runs_are_exact(tmp_path):
 
 
 def compose_config(*arguments):
-    return compose(PPOConfig, read_arguments(PPOConfig, [*BASE["ppo"], *arguments]))[0]
+    given = [*BASE["ppo"], "actor.dtype=float32", *arguments]
+    return compose(PPOConfig, read_arguments(PPOConfig, given))[0]
 
 
 SERVER = ["rollout.engine=server", "rollout.server_urls=[http://a]", "rollout.shared_dir=weights"]
@@ -414,3 +416,22 @@ def test_where_it_cannot_hold_it_is_not_tried(arguments, reason):
     [obstacle] = exact_obstacles(config)
     assert obstacle.startswith(reason)
     assert choose_exactness(config) is Exactness.OFF
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype", "expected"),
+    [
+        ("", "bfloat16", Exactness.OFF),
+        ("", "auto", Exactness.OFF),
+        ("AVX512_CORE_AMX", "bfloat16", Exactness.OFF),
+        ("", "float32", Exactness.TRIED),
+        ("avx512_core_bf16", "bfloat16", Exactness.TRIED),
+    ],
+)
+def test_it_is_not_tried_with_amx(monkeypatch, limit, dtype, expected):
+    """On such a CPU all log-probabilities of SmolLM2-135M differed by rounding in bf16."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    config = compose_config(f"actor.dtype={dtype}")
+    assert choose_exactness(config) is expected
+    assert any("AMX" in text for text in exact_obstacles(config)) == (expected is Exactness.OFF)

@@ -10,6 +10,7 @@ from rl2.algorithms.find import (
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_names
+from rl2.parallel.device import has_amx
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
 # 2025), and docs/proofs.md.
@@ -184,6 +185,11 @@ def exact_obstacles(config: PPOConfig) -> list[str]:
             "servers multiply with merged weights; set rollout.engine=local",
         ),
         (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
+        (
+            actor.dtype != "float32" and has_amx(),  # auto is bfloat16 there
+            "bfloat16 on a CPU with AMX",
+            "set actor.dtype=float32, since the sums of AMX depend on the shape of a product",
+        ),
     )
     return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
 

@@ -4,6 +4,7 @@ It is the kind of the device itself, except for the device of a memory plan: tha
 and gets the choices of a GPU.
 """
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,15 @@ def _is_cpu_fast_at_bf16() -> bool:
     AVX512-BF16 is twice as fast as fp32 on AMD's processors and half as fast on Intel's, which have
     AMX for it (docs/proofs.md). Some virtual machines hide AMX.
     """
-    if torch.cpu._is_amx_tile_supported():
-        return True
-    return torch.cpu._is_avx512_bf16_supported() and not is_intel()
+    return has_amx() or (torch.cpu._is_avx512_bf16_supported() and not is_intel())
+
+
+def has_amx() -> bool:
+    """Whether oneDNN multiplies bf16 matrices on this CPU with AMX, Intel's unit for them.
+
+    It adds up a row in another order if the product has more or fewer rows. ONEDNN_MAX_CPU_ISA may
+    keep oneDNN from it.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    is_allowed = limit in ("", "ALL", "DEFAULT") or "AMX" in limit
+    return is_allowed and torch.cpu._is_amx_tile_supported()
