@@ -97,19 +97,11 @@ def _settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
 
 
 def start_thread(
-    name: str,
-    function: Callable[[], object],
-    loop: asyncio.AbstractEventLoop,
-    is_kept: bool = False,
+    name: str, function: Callable[[], object], loop: asyncio.AbstractEventLoop
 ) -> CallThread:
-    """Runs `function` in a new thread, which others may follow in if it `is_kept`.
-
-    EnvError if the machine has no room for one.
-    """
+    """Runs `function` in a new thread. EnvError if the machine has no room for one."""
     sys.setswitchinterval(SWITCH_SECONDS)
     thread = CallThread(name, function, loop)
-    if not is_kept:
-        thread.finish()
     try:
         thread.start()
     except RuntimeError as error:
@@ -129,6 +121,7 @@ class LoopThread:
         self.loop = self._runner.get_loop()
         self.loop.set_default_executor(_DaemonExecutor())
         self.thread = start_thread("env", self._serve, self.loop)
+        self.thread.finish()
 
     def submit(self, coroutine: Coroutine) -> concurrent.futures.Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -176,7 +169,7 @@ class Threads:
             thread = self._idle.pop()
             thread.call(call, loop)
         else:
-            thread = start_thread(name, call, loop, is_kept=True)
+            thread = start_thread(name, call, loop)
             self._kept.add(thread)
         try:
             return await self._wait(name, thread.result)
@@ -269,4 +262,6 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
 
     def submit(self, function: Callable, /, *arguments: object, **named: object) -> Any:
         call = partial(function, *arguments, **named)
-        return start_thread("env", call, asyncio.get_running_loop()).result
+        thread = start_thread("env", call, asyncio.get_running_loop())
+        thread.finish()
+        return thread.result
