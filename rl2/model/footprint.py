@@ -63,10 +63,8 @@ class Footprint:
         hf, attachments = empty_model(self.settings, *read_config(settings))
         layers = find_layers(hf, idle_parts(hf))
         self.layers = [self._gather(layer.parameters()) for layer in layers]
-        self.outside = self._gather(hf.parameters())
-        self.outside.copy -= sum(layer.copy for layer in self.layers)
-        self.outside.cast -= sum(layer.cast for layer in self.layers)
-        self.outside.trained -= sum(layer.trained for layer in self.layers)
+        inside = {weight for layer in layers for weight in layer.parameters()}
+        self.outside = self._gather(weight for weight in hf.parameters() if weight not in inside)
         self.weights = self.gradients = self.moments = 0
         is_muon = settings.trainable and config.optimizer == "muon"
         matrices = hidden_matrices(hf) if is_muon else set()
