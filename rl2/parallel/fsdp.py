@@ -100,7 +100,7 @@ class ShardedWeights:
     weight of the whole model with bf16.
     """
 
-    def __init__(self, model: FSDPModule, keep_gathered: bool):
+    def __init__(self, model: Any, keep_gathered: bool):
         self.model = model
         self.keep_gathered = keep_gathered
         self.is_last = True  # by FSDP's own setting
@@ -109,7 +109,9 @@ class ShardedWeights:
     def computing(self) -> Iterator[None]:
         """A context for forward and backward passes, after which FSDP has its shards only."""
         yield
-        reshard(self.model)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def before_backward(self, is_last: bool) -> None:
         """Says whether this is the last micro-batch of an update."""
@@ -122,13 +124,6 @@ class ShardedWeights:
             self.model.set_is_last_backward(is_last)
         else:  # copies of the model sum their gradients once
             self.model.set_requires_all_reduce(is_last)
-
-
-def reshard(model: Any) -> None:
-    """Frees the gathered weights of all modules, as a backward pass does by itself."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def persistent_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
