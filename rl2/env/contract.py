@@ -11,8 +11,8 @@
 
 Each may be async. Arguments are passed by name: columns of the row and, where it has no column of
 that name, GIVEN_INPUTS. docs/environments.md says what each function may ask for and return, with
-the methods of `make_env`. A function that is called `run` or `play`, but lacks the parameter
-`base_url` or `generate`, is another one, which rl2 does not call.
+the methods of `make_env`. A function that has a name in MARKS, but lacks the parameter there, is
+another one, which rl2 does not call.
 """
 
 import inspect
@@ -47,6 +47,8 @@ GIVEN_INPUTS = {
     "api_key",
     "generate",
 }
+# Parameters that tell functions of an env file from others of the same name.
+MARKS = {"run": "base_url", "play": "generate", "step": "extra_info"}
 # Methods of an environment's object that are not tools. The names of their calls begin so.
 METHODS = ("reset", "step", "reward", "get_reward", "close")
 METHOD = "environment."
@@ -145,7 +147,8 @@ def check_signature(function: Callable, name: str) -> None:
     inputs = {"messages", "environment", "trajectories", "base_url", "generate", "action"}
     has_messages = inputs & signature.parameters.keys()
     if not (has_messages or _takes_all_columns(signature)):
-        raise ValueError(f"{name}{signature}: expected a parameter called messages")
+        needed = "action" if name == "step" else "messages"
+        raise ValueError(f"{name}{signature}: expected a parameter called {needed}")
 
 
 _kept_signature = lru_cache(maxsize=64)(inspect.signature)

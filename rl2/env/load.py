@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
-from rl2.env.contract import EnvError, add_parts, required_columns
+from rl2.env.contract import MARKS, EnvError, add_parts, required_columns
 from rl2.env.gold import FORMS, PROGRAM, WRONG, gold_answers
 from rl2.env.processes import ProcessPool
 from rl2.env.spec import read_spec
@@ -75,7 +75,7 @@ def make_env(
         )
     spec = read_spec(functions)
     for name in functions.keys() - spec.functions().keys():
-        needed = {"run": "base_url", "play": "generate"}.get(name, "messages")
+        needed = MARKS.get(name, "messages")
         raise ValueError(f"{name}: expected a function with a parameter called {needed}")
     return Env(spec, timeout, concurrency)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rl2.env.contract import METHOD, METHODS, EnvError, check_signature
+from rl2.env.contract import MARKS, METHOD, METHODS, EnvError, check_signature
 from rl2.env.results import raising_env_error
 
 # Functions of an env file.
@@ -88,9 +88,7 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     Raises ValueError when the file works with no row, also because its `make_env` fails.
     """
     make_env = functions.get("make_env")
-    run = _function_with(functions, "run", "base_url")
-    play = _function_with(functions, "play", "generate")
-    step = _function_with(functions, "step", "extra_info")
+    run, play, step = (_marked_function(functions, name) for name in MARKS)
     if run and play:
         raise ValueError("`run` and `play` both play the whole trajectory: remove one of them")
     if (run or play) and (make_env or functions.get("interact")):
@@ -130,10 +128,10 @@ def read_spec(functions: Mapping[str, Any]) -> EnvSpec:
     return spec
 
 
-def _function_with(functions: Mapping[str, object], name: str, parameter: str) -> Callable | None:
-    """The function of that name, unless it lacks the parameter and so has another purpose."""
+def _marked_function(functions: Mapping[str, object], name: str) -> Callable | None:
+    """The function of that name, unless it lacks its mark and so has another purpose."""
     function = functions.get(name)
-    if inspect.isfunction(function) and parameter in inspect.signature(function).parameters:
+    if inspect.isfunction(function) and MARKS[name] in inspect.signature(function).parameters:
         return function
     return None
 
