@@ -40,7 +40,6 @@ from rl2.config.schema import (
     ModelConfig,
     PPOConfig,
     RolloutConfig,
-    RolloutWorkerConfig,
     WorkerConfig,
     source_name,
     teacher_model,
@@ -396,13 +395,17 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
             f" leaves adv.estimator={estimator} no group to compare with, and all advantages 0; "
             "sample 2 or more, or use adv.estimator=reinforce_plus_plus or gae",
         )
-    num_trajectories = data.trajectories_per_rollout
-    if (data.batch_size or 0) > 0:
-        yield from wrong_batch_size(config)
+    num_trajectories, num_updates = data.trajectories_per_rollout, updates_of_batch_size(config)
+    trajectories = f"the {num_trajectories} trajectories of a step"
+    if (data.batch_size or 0) > 0 and not num_updates:
+        yield "data.batch_size", f" does not divide {trajectories}: choose a divisor"
     for name, worker in (("actor", actor), ("critic", config.critic)):
-        if 0 < num_trajectories < worker.update_per_rollout:
-            text = f" is more than the {num_trajectories} trajectories of a step: lower it"
-            yield f"{name}.update_per_rollout", text
+        given = worker.update_per_rollout
+        if 0 < num_trajectories < given:
+            yield f"{name}.update_per_rollout", f" is more than {trajectories}: lower it"
+        if num_updates not in (0, given):
+            text = f"{num_updates} mini-batches of {trajectories}, and {name}.update_per_rollout"
+            yield "data.batch_size", f" makes {text}={given} another number: leave one out"
     if kl.type == "reward" and "rewards" not in needs:
         yield (
             "kl.type",
@@ -426,21 +429,6 @@ def wrong_loss(config: PPOConfig) -> Iterator[Row]:
             " needs actor.average_constant, the length that it divides by: Dr. GRPO takes that of "
             f"the longest answer, here actor.average_constant={longest}",
         )
-
-
-def wrong_batch_size(config: PPOConfig) -> Iterator[Row]:
-    """PPO's data.batch_size, if it does not cut a rollout into update_per_rollout mini-batches."""
-    data, num_updates = config.data, updates_of_batch_size(config)
-    trajectories = f"the {data.trajectories_per_rollout} trajectories of a step"
-    others = []
-    for name, worker in loaded_models(config).items():
-        if isinstance(worker, RolloutWorkerConfig) and worker.update_per_rollout != num_updates:
-            others.append(f"{name}.update_per_rollout={worker.update_per_rollout}")
-    if not num_updates:
-        yield "data.batch_size", f" does not divide {trajectories}: choose a divisor"
-    elif others:
-        text = f" makes {num_updates} mini-batches of {trajectories}, and "
-        yield "data.batch_size", f"{text}{' and '.join(others)} another number: leave one out"
 
 
 def wrong_rollout(config: PPOConfig) -> Iterator[Row]:
