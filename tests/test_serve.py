@@ -99,6 +99,9 @@ def test_texts_and_conversations_get_texts_that_end_as_the_model_ends_them(serve
         ("/generate", [], 400, "expected a JSON object"),
         ("/generate", {}, 400, "`prompts`"),
         ("/generate", {"prompts": [[5.0]]}, 400, "`prompts`"),
+        ("/generate", {"texts": "a text"}, 400, "a list of `texts`"),
+        ("/generate", {"messages": [{"role": "user", "content": "a"}]}, 400, "conversations"),
+        ("/generate", {"prompts": [[5]], "params": {"stop": [5]}}, 400, "a list of texts"),
         ("/generate", {"prompts": [[98]]}, 400, "the vocabulary is 0 to 97"),
         ("/generate", {"prompts": [[5], [5] * 600]}, 400, "exceeds 512"),
         ("/generate", {"prompts": [[5]], "params": {"max_tokens": 5}}, 400, "max_tokens"),
@@ -128,7 +131,8 @@ def test_what_is_refused(server, path, body, status, words):
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer the toke"}])
 def test_without_the_token_nothing_is_told(server, headers):
     for path, body in (("/health", None), ("/generate", {}), ("/abort", {}), ("/nothing", None)):
-        assert server.ask(path, body, **headers)[0] == 401
+        status, value = server.ask(path, body, **headers)
+        assert status == 401 and "Authorization: Bearer TOKEN" in value["error"]
 
 
 def test_weights_are_loaded_and_compared(server, shared):
@@ -150,7 +154,8 @@ def test_weights_are_loaded_and_compared(server, shared):
     asking.join()
     assert status == 409 and "hash" in value["error"]
     assert {out["finish_reason"] for out in answers} == {"abort"}
-    assert server.ask("/generate", {"prompts": [[5]]}, **TOKEN)[0] == 409
+    status, value = server.ask("/generate", {"prompts": [[5]]}, **TOKEN)
+    assert status == 409 and "the last load failed" in value["error"]
     again = {"folder": "other", "version": 7, "hash": loaded["hash"]}
     assert server.ask("/reload_weights", again, **TOKEN) == (200, loaded)
     assert generate(server, prompts=[[5, 6]], seeds=[[1]], params=SHORT) == [after]

@@ -206,7 +206,7 @@ def check_request(
     if not (-2 <= params.frequency_penalty <= 2 and -2 <= params.presence_penalty <= 2):
         values = f"{params.frequency_penalty} and {params.presence_penalty}"
         raise ValueError(f"frequency and presence penalty {values}: expected -2 to 2 (0 is off)")
-    if isinstance(params.stop, str) or "" in params.stop:
+    if isinstance(params.stop, str) or not all(isinstance(x, str) and x for x in params.stop):
         raise ValueError(f"stop={params.stop!r}: expected a list of texts that are not empty")
     if not prompt:
         raise ValueError("the prompt has no tokens")

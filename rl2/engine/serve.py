@@ -152,7 +152,8 @@ class Server:
             raise ValueError(f"{len(seeds)} seeds: expected one for each of {len(asked)} answers")
         async with self.changing:
             if self.weights is None or body.get("weights", self.weights) != self.weights:
-                raise web.HTTPConflict(text=f"the weights of the server are {self.weights}")
+                has = self.weights or "incomplete, since the last load failed"
+                raise web.HTTPConflict(text=f"the weights of the server are {has}")
             self.num_running += 1
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -175,15 +176,19 @@ class Server:
 
     def _read_prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The token ids of `prompts`, `texts` or conversations in `messages`."""
-        if "texts" in body:
-            return [self.tokenizer(text)["input_ids"] for text in body["texts"]]
-        if "messages" in body:
-            fill = partial(self.tokenizer.apply_chat_template, return_dict=False)
-            return [fill(messages, add_generation_prompt=True) for messages in body["messages"]]
-        prompts: list[list[int]] = body.get("prompts", [])
-        if not prompts or any(type(token) is not int for ids in prompts for token in ids):
-            raise ValueError("expected `prompts` of token ids, `texts`, or `messages`, in a list")
-        return prompts
+        match body:
+            case {"texts": [str(), *_] as texts}:
+                return [self.tokenizer(text)["input_ids"] for text in texts]
+            case {"messages": [[*_], *_] as conversations}:
+                fill = partial(self.tokenizer.apply_chat_template, return_dict=False)
+                return [fill(messages, add_generation_prompt=True) for messages in conversations]
+            case {"prompts": [[*_], *_] as prompts}:
+                if all(type(token) is int for ids in prompts for token in ids):
+                    return prompts
+        raise ValueError(
+            "expected a list of `texts`, of conversations in `messages`, or of token ids in "
+            "`prompts`"
+        )
 
     async def reload_weights(self, request: web.Request) -> web.Response:
         """Loads a folder, after it has aborted what is in flight. Returns what is loaded."""
@@ -234,7 +239,10 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
     token, given = os.environ.get(TOKEN), request.headers.get("Authorization", "")
     try:
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise web.HTTPUnauthorized(text=f"Authorization has to be Bearer and {TOKEN}")
+            raise web.HTTPUnauthorized(
+                text="this server has a token: send the header Authorization: Bearer TOKEN, or "
+                f"give a trainer the environment variable {TOKEN}"
+            )
         return await handler(request)
     except web.HTTPException as error:
         status, reason = error.status, str(error.text)
