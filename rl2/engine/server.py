@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
@@ -31,7 +30,7 @@ from rl2.parallel.mesh import broadcast_object
 from rl2.progress import expecting, mark
 
 SECONDS_TO_CONNECT = 30.0  # a server takes no connection while it loads, or in a step
-SECONDS_TO_ANSWER = 120.0  # but for an answer of the model, which may take any time, and for
+SECONDS_TO_ANSWER = 120.0  # whether it is there; the model's answers may take any time
 SECONDS_TO_LOAD = 1800.0
 SECONDS_OF_SILENCE = 60  # after which the system asks a machine whether it is still there
 # Another client has ended a request of ours. If it was a rank, this one aborts within that time.
@@ -188,7 +187,7 @@ class ServerEngine(Engine):
         self.hashes = Hashes(self.dtype)
         problem = ""
         tensors = iter(named_tensors)
-        if dist.get_rank() == 0:
+        if self.index == 0:
             folder = self.shared_dir / f"version_{version}_{secrets.token_hex(4)}"
             try:
                 write_shards(self.hashes.add_each(tensors), folder)
