@@ -3,6 +3,7 @@ asks of it, on a device without memory. What is counted: bytes, copies, and wait
 """
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from shapes import make_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl2.batch import Candidates
 from rl2.engine.cache import DenseKVCache, KVCache
 from rl2.parallel import offload
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device
@@ -143,6 +145,16 @@ def check_weights(gpu, worker, model, is_critic):
         del weight
     assert shapes == {name: parameter.shape for name, parameter in hf.named_parameters()}
     assert gpu.bytes == before
+
+
+def test_the_host_does_not_wait_for_candidates():
+    """What top_p left to draw from: their sets are of any size."""
+    with fake_gpu() as gpu:
+        worker = gpu.worker(max_length_per_device=TOKENS)
+        batch = gpu.batch(worker, TOKENS, packs=2, answers=4)
+        counts = batch.mask.int() * 3
+        ids = [torch.arange(total, dtype=torch.int32) for total in counts.sum(1).tolist()]
+        check_update(gpu, worker, replace(batch, candidates=Candidates(counts, ids)), False)
 
 
 @pytest.mark.parametrize("keys", [{}, {"offload_model": True}, {"lora_rank": 4}])

@@ -29,7 +29,9 @@ class CandidateMask:
     @classmethod
     def of(cls, counts: Tensor, ids: Tensor) -> "CandidateMask":
         """counts [P], the columns of all pairs one after the other [S]."""
-        pairs = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        pairs = torch.arange(len(counts), device=counts.device)
+        # With the size known, the host does not wait for a GPU.
+        pairs = pairs.repeat_interleave(counts, output_size=len(ids))
         return cls(counts > 0, pairs, ids)
 
     def exclude_others_(self, logits: Tensor, columns: slice, first_pair: int = 0) -> None:
@@ -38,13 +40,16 @@ class CandidateMask:
         Row i is of the pair `first_pair` + i. Rows after the last pair stay as they are.
         """
         is_restricted = self.is_restricted[first_pair : first_pair + len(logits)]
-        is_outside = torch.zeros_like(logits, dtype=torch.bool)
+        num_columns = logits.shape[1]
+        # The last column is for candidates elsewhere: to leave them out, the host would have to
+        # wait for a GPU that counts them.
+        is_outside = logits.new_zeros((len(logits), num_columns + 1), dtype=torch.bool)
         is_outside[: len(is_restricted)] = is_restricted[:, None]
-        rows = self.pairs - first_pair
-        is_here = (rows >= 0) & (rows < len(logits))
-        is_here &= (self.ids >= columns.start) & (self.ids < columns.stop)
-        is_outside[rows[is_here], self.ids[is_here] - columns.start] = False
-        logits.masked_fill_(is_outside, EXCLUDED_LOGIT)
+        rows, ids = self.pairs - first_pair, self.ids - columns.start
+        is_here = (rows >= 0) & (rows < len(logits)) & (ids >= 0) & (ids < num_columns)
+        rows = rows.clamp(0, len(logits) - 1)
+        is_outside[rows, torch.where(is_here, ids, num_columns)] = False
+        logits.masked_fill_(is_outside[:, :-1], EXCLUDED_LOGIT)
 
 
 @dataclass(frozen=True)
