@@ -9,6 +9,7 @@
 #
 # RL2_GPU_MODELS is a folder where random models of real shapes stay between calls. RL2_GPU_GSM8K is
 # the folder of a real model and of GSM8K, see tests/gpu/runs.py, which grpo and trl need.
+# SGLANG_ARGS="attention_backend=triton ..." sets arguments of SGLang's engine.
 # RL2_DEVICE=cpu rehearses everything with tiny shapes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,10 +22,11 @@ for word in "$@"; do
     if [[ $word == *=* ]]; then keys+=("$word"); else groups+=("$word"); fi
 done
 ((${#groups[@]})) || groups=(update long grpo trl)
-document=2048 pack=8192 engine=sglang
+document=2048 pack=8192 engine=(rollout.engine=sglang)
+for argument in ${SGLANG_ARGS:-}; do engine+=("rollout.engine_args.$argument"); done
 answers=(--prompts 16 --samples 16 --longest 512) texts=(--pack 4096 --rows 90 --steps 8)
 if [[ ${RL2_DEVICE:-} == cpu ]]; then
-    document=64 pack=128 engine=local
+    document=64 pack=128 engine=(rollout.engine=local)
     answers=(--prompts 2 --samples 4 --longest 8) texts=(--pack 256 --rows 6 --steps 3)
 fi
 
@@ -57,14 +59,14 @@ for group in "${groups[@]}"; do
             "$python" -c "import tools; tools.make_model('qwen3-1.7b')"
             SECONDS=0
             run benchmarks/grpo_step.py "$RL2_GPU_MODELS/qwen3-1.7b" --libraries rl2 --data "$gsm8k/train.jsonl" \
-                "${answers[@]}" --deterministic null data.max_length=2048 rollout.engine=$engine \
+                "${answers[@]}" --deterministic null data.max_length=2048 "${engine[@]}" \
                 actor.max_length_per_device=auto actor.gradient_checkpointing=auto
             ;;
         trl)
             run benchmarks/sft.py "$gsm8k/model" --data "$gsm8k/train.jsonl" "${texts[@]}" \
                 --checkpointing false --trl-batch 4
             run benchmarks/grpo_step.py "$gsm8k/model" --data "$gsm8k/train.jsonl" "${answers[@]}" \
-                --deterministic null rollout.engine=$engine
+                --deterministic null "${engine[@]}" actor.max_length_per_device=auto
             ;;
         *)
             echo "benchmarks/gpu.sh: there is no $group; there are update, long, grpo and trl" >&2
