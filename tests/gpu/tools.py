@@ -31,6 +31,7 @@ CHANGES = {
         "head_dim": 64,
         "initializer_range": 0.1,
     },
+    "qwen3-0.6b": {"max_position_embeddings": 2**16},  # for a row of 65,536 tokens
 }
 TINY = {
     "hidden_size": 64,
