@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from unittest import mock
 
 import torch
@@ -46,27 +47,13 @@ def plan():
     if DRY:
         raise Skip("tests/test_memory_plan.py does that on a CPU")
     name = make_model("qwen2.5-1.5b")
-    for layout, keys in PLANNED.items():
-        config = parse(
-            PPOConfig,
-            [
-                "data.path=unused",
-                "rollout.env_path=arithmetic",
-                f"actor.model_name={name}",
-                "actor.max_length_per_device=8192",
-                "data.max_length=1024",
-                "rollout.train_sampling_params.max_new_tokens=1024",
-                "kl.coef=0.01",
-                "kl.type=loss",
-                *keys,
-            ],
-        )
-        choose(config, 1, None)
+    configs = {layout: make_config(name, keys) for layout, keys in PLANNED.items()}
+    plans = plan_without_gpu([*configs.values()])
+    for (layout, config), planned in zip(configs.items(), plans, strict=True):
         trained, frozen = measure(config, 1)
         actor = trained["actor"]
         num_again = len(actor.layers) * bool(config.actor.gradient_checkpointing)
         estimate = frozen + actor.updating(8192, num_again)
-        planned = plan_without_gpu(config)
         measured = measure_phases(config)
         share = estimate / measured.peaks["update"]
         record(**{f"{layout}_auto": f"estimated {share:.0%} of the update"})
@@ -77,11 +64,30 @@ def plan():
             assert 0.9 < share < 1.1, f"{phase}: the plan is {share:.0%} of it"
 
 
-def plan_without_gpu(config) -> Plan:
+def make_config(name, keys) -> PPOConfig:
+    config = parse(
+        PPOConfig,
+        [
+            "data.path=unused",
+            "rollout.env_path=arithmetic",
+            f"actor.model_name={name}",
+            "actor.max_length_per_device=8192",
+            "data.max_length=1024",
+            "rollout.train_sampling_params.max_new_tokens=1024",
+            "kl.coef=0.01",
+            "kl.type=loss",
+            *keys,
+        ],
+    )
+    choose(config, 1, None)
+    return config
+
+
+def plan_without_gpu(configs) -> list[Plan]:
     """Predicts in a process that sees no GPU and has no process group."""
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(predict, config, 1).result()
+            return list(pool.map(predict, configs, repeat(1)))
 
 
 def measure_phases(config):

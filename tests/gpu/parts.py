@@ -28,10 +28,10 @@ PARTS = {
         "engines.py", 300, ("device", "sglang_facts"), "contract", ("sglang", 64)
     ),
     "sglang": Part("engines.py", 300, ("sglang_contract",)),
-    "sglang_7b": Part("runs.py", 400, ("sglang_contract", "resume")),
+    "sglang_7b": Part("runs.py", 550, ("sglang_contract", "resume")),
     "sglang_resume": Part("runs.py", 500, ("sglang_contract",)),
     "gsm8k": Part("runs.py", 500, ("device",)),
-    "plan": Part("memory.py", 90, ("device",)),
+    "plan": Part("memory.py", 300, ("device",)),
     "local_contract": Part("engines.py", 60, ("device",), "contract", ("local", 16)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),
     "vllm_contract": Part("engines.py", 300, ("device",), "contract", ("vllm", 64)),
