@@ -34,8 +34,11 @@ run() { # a program and its arguments; prints the lines of its result
     echo "== $*"
     "$python" "$@" "${keys[@]}" 2> >(while IFS= read -r line; do echo "$SECONDS s  $line"; done >&2)
 }
-update() { # SHAPE and arguments
+make_model() { # SHAPE
     "$python" -c "import tools; tools.make_model('$1')"
+}
+update() { # SHAPE and arguments
+    make_model "$1"
     run benchmarks/update.py "$RL2_GPU_MODELS/$1" "${@:2}"
 }
 
@@ -56,17 +59,17 @@ for group in "${groups[@]}"; do
             done
             ;;
         grpo)
-            "$python" -c "import tools; tools.make_model('qwen3-1.7b')"
+            make_model qwen3-1.7b
             SECONDS=0
             run benchmarks/grpo_step.py "$RL2_GPU_MODELS/qwen3-1.7b" --libraries rl2 --data "$gsm8k/train.jsonl" \
-                "${answers[@]}" --deterministic null data.max_length=2048 "${engine[@]}" \
+                "${answers[@]}" trainer.deterministic=null data.max_length=2048 "${engine[@]}" \
                 actor.max_length_per_device=auto actor.gradient_checkpointing=auto
             ;;
         trl)
             run benchmarks/sft.py "$gsm8k/model" --data "$gsm8k/train.jsonl" "${texts[@]}" \
                 --checkpointing false --trl-batch 4
             run benchmarks/grpo_step.py "$gsm8k/model" --data "$gsm8k/train.jsonl" "${answers[@]}" \
-                --deterministic null "${engine[@]}" actor.max_length_per_device=auto
+                trainer.deterministic=null "${engine[@]}" actor.max_length_per_device=auto
             ;;
         *)
             echo "benchmarks/gpu.sh: there is no $group; there are update, long, grpo and trl" >&2

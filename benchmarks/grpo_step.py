@@ -4,7 +4,7 @@
         [--data FILE] [key=value ...]
 
 A step is the rollout, the update, and the transfer of the weights to the engine. The prompts are
-word problems, see against_trl.py. There is no KL term, one update a rollout, and no
+word problems, see shared.py. There is no KL term, one update a rollout, and no
 gradient checkpointing. The dtype is bf16 if the hardware is fast at it. Each library runs in its
 own process. The first step is a warm-up and does not count.
 
@@ -15,7 +15,7 @@ import json
 import statistics
 from pathlib import Path
 
-from against_trl import (
+from shared import (
     make_parser,
     make_problems,
     measure_steps,
@@ -49,7 +49,7 @@ def run_rl2(arguments, folder: Path) -> list[dict]:
         f"rollout.max_running={arguments.prompts * arguments.samples}",
         f"rollout.train_sampling_params.max_new_tokens={arguments.longest}",
         "adv.norm_var=true",
-        f"trainer.deterministic={arguments.deterministic}",
+        "trainer.deterministic=true",
         *arguments.keys,
     ]
     return train_rl2("ppo", folder, settings, "tokens/sampled")
@@ -104,9 +104,6 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
 def main() -> None:
     parser = make_parser(__doc__, prompts=8, samples=8, longest=64, steps=4)
-    parser.add_argument(
-        "--deterministic", default="true", help="whether rl2's rollouts repeat bit for bit"
-    )
     arguments = parser.parse_intermixed_args()
     if arguments.only:
         run = {"trl": run_trl, "rl2": run_rl2}[arguments.only]

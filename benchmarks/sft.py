@@ -3,7 +3,7 @@
     python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2]
         [--checkpointing true] [--data FILE] [key=value ...]
 
-The rows are word problems with their worked answers, see against_trl.py. All of their tokens are
+The rows are word problems with their worked answers, see shared.py. All of their tokens are
 trained. The order of the rows is the same. The libraries take turns.
 
 - A step of TRL is 4 packs of --pack tokens, packed by TRL (`bfd`). --trl-batch packs run at a time.
@@ -22,7 +22,7 @@ import statistics
 import time
 from pathlib import Path
 
-from against_trl import (
+from shared import (
     make_parser,
     make_problems,
     measure_steps,

@@ -15,16 +15,16 @@ the dtype of the computation, measured afterwards. For models without experts.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from shared import train
 from transformers import AutoConfig, AutoTokenizer
 
 from rl2.model.classes import empty_language_model
+from rl2.model.token_model import attention_cost
 from rl2.parallel.device import compute_dtype
 
 TEXT = Path(__file__).parent.parent / "docs/environments.md"
@@ -42,14 +42,10 @@ def write_rows(file: Path, model: str, count: int, length: int) -> None:
 
 def flops_per_token(model: str, document: int) -> float:
     hf = empty_language_model(AutoConfig.from_pretrained(model))
-    config = hf.config.get_text_config()
-    layers = hf.get_decoder().layers
-    head = config.vocab_size * config.hidden_size
-    weights = sum(parameter.numel() for parameter in layers.parameters()) + head
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Scores and values, forward and backward: 12 FLOPs a channel and visible token, on average
-    # half of the document.
-    return 6 * weights + 6 * len(layers) * config.num_attention_heads * head_dim * document
+    size = sum(parameter.numel() for parameter in hf.parameters())
+    is_tied = hf.config.get_text_config().tie_word_embeddings
+    looked_up = 0 if is_tied else hf.get_input_embeddings().weight.numel()
+    return 6 * (size - looked_up + size * attention_cost(hf) * document)
 
 
 def matrix_rate() -> float:
@@ -82,35 +78,29 @@ def main() -> None:
     steps = WARM_UP + arguments.steps
     pack = 8192 if arguments.pack == "auto" else int(arguments.pack)
     batch_size = pack // arguments.document * arguments.packs * arguments.processes
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    launcher += [f"--nproc_per_node={arguments.processes}"]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows.jsonl")
-        write_rows(rows, arguments.model, batch_size * steps, arguments.document)
-        keys = [
-            f"data.path={rows}",
-            f"data.max_length={arguments.document}",
-            f"data.batch_size={batch_size}",
-            f"actor.model_name={arguments.model}",
-            "actor.lr=1e-6",
-            f"actor.max_length_per_device={arguments.pack}",
-            f"trainer.save_dir={folder}/run",
-            "trainer.disable_wandb=true",
-            *arguments.keys,
-        ]
-        command = [sys.executable, *launcher * (arguments.processes > 1), "-m", "rl2.trainer.sft"]
-        subprocess.run([*command, *keys], check=True, stdout=sys.stderr)
-        metrics = Path(folder, "run/metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in metrics.splitlines()][WARM_UP:]
+    keys = [
+        f"data.max_length={arguments.document}",
+        f"data.batch_size={batch_size}",
+        f"actor.model_name={arguments.model}",
+        "actor.lr=1e-6",
+        f"actor.max_length_per_device={arguments.pack}",
+        *arguments.keys,
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        count = batch_size * steps
+        write_rows(folder / "rows.jsonl", arguments.model, count, arguments.document)
+        lines = train("sft", folder, keys, arguments.processes)[WARM_UP:]
     best = min(lines, key=lambda line: line["time/update"])
     rate = best["tokens/total"] / best["time/update"]
-    step_rate = sum(line["tokens/total"] for line in lines) / sum(x["time/step"] for x in lines)
+    num_tokens, seconds = (sum(x[key] for x in lines) for key in ("tokens/total", "time/step"))
     used = rate * flops_per_token(arguments.model, arguments.document)
     peak = matrix_rate() * arguments.processes
     print(
         f"update {best['time/update']:.3f} s, {best['tokens/total']:.0f} tokens, {rate:,.0f} "
-        f"tokens/s ({step_rate:,.0f} over whole steps); {used / 1e12:.2f} of {peak / 1e12:.2f} "
-        f"TFLOP/s, {used / peak:.0%}; peak memory {best['memory/peak_gib']:.1f} GiB"
+        f"tokens/s ({num_tokens / seconds:,.0f} over whole steps); {used / 1e12:.2f} of "
+        f"{peak / 1e12:.2f} TFLOP/s, {used / peak:.0%}; peak memory "
+        f"{best['memory/peak_gib']:.1f} GiB"
     )
 
 

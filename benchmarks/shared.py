@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks that compare rl2 with TRL.
+"""Shared code of the benchmarks that train, most of them beside TRL.
 
 The data are word problems of reasoning-gym's gsm_symbolic. With --data FILE they are the first and
 the last message of its rows, as those of GSM8K. Each library runs in its own process. The first
@@ -32,13 +32,15 @@ def read_rows(file: Path) -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
-def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str) -> list[dict]:
-    """Train on the rows in `folder`. Returns the seconds and the tokens of each step.
-
-    `tokens_key` is the name of the metric that counts the tokens.
-    """
+def train(
+    trainer: str, folder: Path, arguments: list[str], num_processes: int = 1
+) -> list[dict[str, float]]:
+    """Train on the rows in `folder`. Returns the metrics of each step."""
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc_per_node={num_processes}"]
     command = [
         sys.executable,
+        *(launcher if num_processes > 1 else []),
         "-m",
         f"rl2.trainer.{trainer}",
         f"data.path={folder / 'rows.jsonl'}",
@@ -47,7 +49,15 @@ def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str)
         *arguments,
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    lines = read_rows(folder / "metrics.jsonl")
+    return read_rows(folder / "metrics.jsonl")
+
+
+def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str) -> list[dict]:
+    """Train on the rows in `folder`. Returns the seconds and the tokens of each step.
+
+    `tokens_key` is the name of the metric that counts the tokens.
+    """
+    lines = train(trainer, folder, arguments)
     return [{"seconds": line["time/step"], "tokens": line[tokens_key]} for line in lines]
 
 
