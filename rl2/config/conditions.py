@@ -10,7 +10,7 @@ from rl2.algorithms.find import (
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.config.schema import Config, DPOConfig, PPOConfig, RMConfig, worker_names
-from rl2.parallel.device import has_amx
+from rl2.parallel.device import rounds_by_shape
 
 # The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
 # 2025), and docs/proofs.md.
@@ -186,7 +186,7 @@ def exact_obstacles(config: PPOConfig) -> list[str]:
         ),
         (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
         (
-            actor.dtype != "float32" and has_amx(),  # auto is bfloat16 there
+            rounds_by_shape(actor.dtype),
             "bfloat16 on a CPU with AMX",
             "set actor.dtype=float32, since the sums of AMX depend on the shape of a product",
         ),

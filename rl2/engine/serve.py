@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from aiohttp import web
 from omegaconf import MISSING
 from transformers import AutoConfig, PreTrainedConfig
@@ -37,7 +36,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.weight_shards import Hashes, read_shards
 from rl2.model.folder import load_eos_token_ids, load_tokenizer
-from rl2.parallel.device import compute_dtype, has_amx
+from rl2.parallel.device import compute_dtype, rounds_by_shape
 from rl2.parallel.mesh import init_distributed
 from rl2.run.signals import user_errors
 
@@ -72,16 +71,15 @@ class Server:
         is_cpu = device.type == "cpu"
         self.kind, reason = choose_engine(config.engine)
         max_running = config.max_running or default_max_running(self.kind, device)
-        dtype = compute_dtype(config.dtype, device)
-        may_round = dtype == torch.bfloat16 and has_amx()
+        can_be_exact = is_cpu and self.kind == "local" and max_running >= MIN_ROWS
         self.settings = EngineSettings(
             model_name=config.model_name,
-            dtype=dtype,
+            dtype=compute_dtype(config.dtype, device),
             device=device,
             max_running_requests=max_running,
             gpu_memory_utilization=SHARE_OF_OWN_GPU,
             deterministic=is_cpu,
-            exact=is_cpu and self.kind == "local" and max_running >= MIN_ROWS and not may_round,
+            exact=can_be_exact and not rounds_by_shape(config.dtype),
             stop=["any"],  # for the engine to search for the stop texts of any request
             engine_args=config.engine_args,
         )

@@ -47,17 +47,20 @@ class CallEnded(BaseException):
 class CallThread(threading.Thread):
     """Runs functions, one at a time. It does not delay the process's exit."""
 
-    def __init__(self, name: str, function: Callable[[], object], loop: asyncio.AbstractEventLoop):
+    def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self._calls: SimpleQueue[tuple[Callable[[], object], asyncio.Future] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self.call(function, loop)
+        self.is_running = False  # a function
 
-    def call(self, function: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
-        """Runs a function when the last one has ended. `result` is its future on the loop."""
+    def call(
+        self, function: Callable[[], object], loop: asyncio.AbstractEventLoop
+    ) -> asyncio.Future:
+        """Runs a function when the last one has ended. Returns its result, a future of the loop."""
         self.is_running = True
-        self.result = loop.create_future()
-        self._calls.put((function, self.result))
+        result = loop.create_future()
+        self._calls.put((function, result))
+        return result
 
     def finish(self) -> None:
         """Ends the thread when its function has ended."""
@@ -96,12 +99,10 @@ def _settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
         set_outcome(outcome)
 
 
-def start_thread(
-    name: str, function: Callable[[], object], loop: asyncio.AbstractEventLoop
-) -> CallThread:
-    """Runs `function` in a new thread. EnvError if the machine has no room for one."""
+def start_thread(name: str) -> CallThread:
+    """Returns a new thread that runs. EnvError if the machine has no room for one."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    thread = CallThread(name, function, loop)
+    thread = CallThread(name)
     try:
         thread.start()
     except RuntimeError as error:
@@ -120,7 +121,8 @@ class LoopThread:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self.loop.set_default_executor(_DaemonExecutor())
-        self.thread = start_thread("env", self._serve, self.loop)
+        self.thread = start_thread("env")
+        self.thread.call(self._serve, self.loop)
         self.thread.finish()
 
     def submit(self, coroutine: Coroutine) -> concurrent.futures.Future:
@@ -164,15 +166,14 @@ class Threads:
         if is_async:
             return await self._run_async(name, function, arguments)
         call = partial(_call, name, function, arguments)
-        loop = asyncio.get_running_loop()
         if self._idle:
             thread = self._idle.pop()
-            thread.call(call, loop)
         else:
-            thread = start_thread(name, call, loop)
+            thread = start_thread(name)
             self._kept.add(thread)
+        result = thread.call(call, asyncio.get_running_loop())
         try:
-            return await self._wait(name, thread.result)
+            return await self._wait(name, result)
         except LateError as error:
             raise LateError(
                 f"{error}: it is told to end, and goes on if it waits outside of Python code; "
@@ -262,6 +263,7 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
 
     def submit(self, function: Callable, /, *arguments: object, **named: object) -> Any:
         call = partial(function, *arguments, **named)
-        thread = start_thread("env", call, asyncio.get_running_loop())
+        thread = start_thread("env")
+        result = thread.call(call, asyncio.get_running_loop())
         thread.finish()
-        return thread.result
+        return result

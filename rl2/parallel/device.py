@@ -62,15 +62,20 @@ def _is_cpu_fast_at_bf16() -> bool:
     AVX512-BF16 is twice as fast as fp32 on AMD's processors and half as fast on Intel's, which have
     AMX for it (docs/proofs.md). Some virtual machines hide AMX.
     """
-    return has_amx() or (torch.cpu._is_avx512_bf16_supported() and not is_intel())
+    return _has_amx() or (torch.cpu._is_avx512_bf16_supported() and not is_intel())
 
 
-def has_amx() -> bool:
-    """Whether oneDNN multiplies bf16 matrices on this CPU with AMX, Intel's unit for them.
+def rounds_by_shape(name: str) -> bool:
+    """Whether the product of a row in the dtype called `name` depends on how many rows there are.
 
-    It adds up a row in another order if the product has more or fewer rows. ONEDNN_MAX_CPU_ISA may
-    keep oneDNN from it.
+    On a CPU with AMX oneDNN adds up a row in another order if there are more or fewer. `auto` is
+    bf16 there.
     """
+    return name != "float32" and _has_amx()
+
+
+def _has_amx() -> bool:
+    """Whether oneDNN uses AMX, Intel's unit for bf16. ONEDNN_MAX_CPU_ISA may keep it from it."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     is_allowed = limit in ("", "ALL", "DEFAULT") or "AMX" in limit
     return is_allowed and torch.cpu._is_amx_tile_supported()
